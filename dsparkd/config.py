@@ -1,0 +1,307 @@
+"""The whole configuration tree: one TOML file decoded into frozen structs.
+
+A key exists only while its mechanism exists. A rule on one section lives in that section's `__post_init__`,
+a rule across sections in `resolve`, which needs what the machine has and returns a new struct.
+Reference with every default, unit and meaning: conf/dsparkd.toml.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dsparkd.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One TOML table; `name` is set by each subclass and used in messages."""
+
+    def _require(self, ok: bool, key: str, remedy: str) -> None:
+        """Raise ConfigError naming `table.key` unless ok."""
+        if not ok:
+            table = TABLE_NAMES[type(self)]
+            raise ConfigError(f"{table}.{key}", getattr(self, key), remedy)
+
+
+class ServerConfig(Section, frozen=True, kw_only=True):
+    """[server] where the HTTP front end listens and who may use it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys_file: str = ""
+
+    def __post_init__(self) -> None:
+        self._require(1 <= self.port <= 65535, "port", "use 1..65535")
+        self._require(bool(self.host), "host", "name an address, for instance 127.0.0.1")
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """[engine] what is computed, and on what."""
+
+    checkpoint: str
+    device: Literal["cuda", "cpu"] = "cuda"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dp: int = 2
+    attention_tp: int = 1
+    cp: int = 1
+    max_context_tokens: int = 16384
+    crash_dir: str = "/var/lib/dsparkd/crash"
+
+    def __post_init__(self) -> None:
+        self._require(bool(self.checkpoint), "checkpoint", "name the directory of the checkpoint")
+        self._require(self.max_context_tokens >= 2, "max_context_tokens", "use at least 2")
+        self._require(self.dp == 2, "dp", "only two co-located data-parallel ranks are supported; use 2")
+        self._require(self.attention_tp == 1, "attention_tp", "attention is data-parallel; use 1")
+        self._require(self.cp == 1, "cp", "context parallelism is not supported; use 1")
+
+
+class LimitsConfig(Section, frozen=True, kw_only=True):
+    """[limits] what one client may ask for."""
+
+    max_body_bytes: int = 8 * MIB
+    max_batch_items: int = 256
+    queue_items: int = 4096
+    body_timeout_s: float = 30.0
+    stream_buffer_bytes: int = 1 * MIB
+
+    def __post_init__(self) -> None:
+        self._require(self.max_body_bytes > 0, "max_body_bytes", "use a positive number of bytes")
+        self._require(self.queue_items > 0, "queue_items", "use a positive number of requests")
+        self._require(
+            0 < self.max_batch_items <= self.queue_items,
+            "max_batch_items",
+            f"use 1..limits.queue_items ({self.queue_items})",
+        )
+        self._require(self.body_timeout_s > 0, "body_timeout_s", "use a positive number of seconds")
+        self._require(self.stream_buffer_bytes >= 4 * KIB, "stream_buffer_bytes", "use at least 4096 bytes")
+
+
+class RoutingConfig(Section, frozen=True, kw_only=True):
+    """[routing] which rank a request without an explicit rank goes to."""
+
+    policy: Literal["tokens", "requests"] = "tokens"
+    load_refresh_s: float = 0.020
+    send_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        self._require(0.001 <= self.load_refresh_s <= 1, "load_refresh_s", "use 0.001..1 seconds")
+        self._require(self.send_timeout_s > 0, "send_timeout_s", "use a positive number of seconds")
+
+
+class SchedulerConfig(Section, frozen=True, kw_only=True):
+    """[scheduler] what one tick of a rank may hold."""
+
+    max_rows: int = 64
+    chunk_tokens: int | None = None  # resolve(): 8,192 on cuda, 1,024 on cpu
+    max_frames_per_tick: int = 256
+    max_prefill_streak: int = 4
+
+    def __post_init__(self) -> None:
+        self._require(self.max_rows > 0, "max_rows", "use a positive number of rows")
+        self._require(self.max_frames_per_tick > 0, "max_frames_per_tick", "use a positive number of frames")
+        self._require(self.max_prefill_streak > 0, "max_prefill_streak", "use a positive number of ticks")
+
+
+class ExchangeConfig(Section, frozen=True, kw_only=True):
+    """[exchange] how the two ranks agree on a step."""
+
+    kind: Literal["gloo"] = "gloo"
+    timeout_s: float = 30.0
+    startup_timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        self._require(0.1 <= self.timeout_s <= 600, "timeout_s", "use 0.1..600 seconds")
+        self._require(
+            self.startup_timeout_s >= self.timeout_s,
+            "startup_timeout_s",
+            f"use at least exchange.timeout_s ({self.timeout_s})",
+        )
+
+
+class KVConfig(Section, frozen=True, kw_only=True):
+    """[kv] device memory of one rank for cached tokens. Exactly one of device_bytes and device_fraction is set."""
+
+    page_tokens: int = 256
+    device_bytes: int | None = None
+    device_fraction: float | None = None
+    snapshot_pages: int = 16
+    snapshot_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        self._require(self.page_tokens > 0 and self.page_tokens % 128 == 0, "page_tokens", "use a multiple of 128")
+        self._require(
+            (self.device_bytes is None) != (self.device_fraction is None),
+            "device_bytes",
+            "set exactly one of kv.device_bytes and kv.device_fraction",
+        )
+        self._require(self.device_bytes is None or self.device_bytes > 0, "device_bytes", "use a positive number")
+        self._require(
+            self.device_fraction is None or 0 < self.device_fraction < 1, "device_fraction", "use a number inside 0..1"
+        )
+        self._require(self.snapshot_pages > 0, "snapshot_pages", "use a positive number of pages")
+        self._require(0 < self.snapshot_share < 1, "snapshot_share", "use a number inside 0..1")
+
+
+class HealthConfig(Section, frozen=True, kw_only=True):
+    """[health] when a rank counts as alive."""
+
+    max_age_s: float = 30.0
+    max_skew_s: float = 5.0
+    heartbeat_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._require(0.1 <= self.heartbeat_s <= 10, "heartbeat_s", "use 0.1..10 seconds")
+        self._require(
+            self.max_age_s > 3 * self.heartbeat_s,
+            "max_age_s",
+            f"use more than three times health.heartbeat_s ({self.heartbeat_s})",
+        )
+        self._require(self.max_skew_s > 0, "max_skew_s", "use a positive number of seconds")
+
+
+class WatchdogConfig(Section, frozen=True, kw_only=True):
+    """[watchdog] when a tick counts as hung."""
+
+    tick_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        self._require(self.tick_timeout_s > 0, "tick_timeout_s", "use a positive number of seconds")
+
+
+class ShutdownConfig(Section, frozen=True, kw_only=True):
+    """[shutdown] how long each stage of an orderly stop may take."""
+
+    drain_timeout_s: float = 60.0
+    barrier_timeout_s: float = 10.0
+    exit_timeout_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        for key in ("drain_timeout_s", "barrier_timeout_s", "exit_timeout_s"):
+            self._require(getattr(self, key) > 0, key, "use a positive number of seconds")
+
+
+class MetricsConfig(Section, frozen=True, kw_only=True):
+    """[metrics] the Prometheus endpoint."""
+
+    enabled: bool = True
+
+
+class GCConfig(Section, frozen=True, kw_only=True):
+    """[gc] Python's garbage collector in the ranks."""
+
+    freeze: bool = True
+
+
+class LogConfig(Section, frozen=True, kw_only=True):
+    """[log] structured log lines on standard error."""
+
+    format: Literal["json", "console"] = "json"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class TextConfig(Section, frozen=True, kw_only=True):
+    """[text] defaults of the chat encoding."""
+
+    default_effort: Literal["low", "high", "max"] = "low"
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The root; classes take their own section, never this."""
+
+    engine: EngineConfig
+    kv: KVConfig
+    server: ServerConfig = ServerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    routing: RoutingConfig = RoutingConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    exchange: ExchangeConfig = ExchangeConfig()
+    health: HealthConfig = HealthConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    shutdown: ShutdownConfig = ShutdownConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    gc: GCConfig = GCConfig()
+    log: LogConfig = LogConfig()
+    text: TextConfig = TextConfig()
+
+
+TABLE_NAMES: dict[type, str] = {
+    ServerConfig: "server",
+    EngineConfig: "engine",
+    LimitsConfig: "limits",
+    RoutingConfig: "routing",
+    SchedulerConfig: "scheduler",
+    ExchangeConfig: "exchange",
+    KVConfig: "kv",
+    HealthConfig: "health",
+    WatchdogConfig: "watchdog",
+    ShutdownConfig: "shutdown",
+    MetricsConfig: "metrics",
+    GCConfig: "gc",
+    LogConfig: "log",
+    TextConfig: "text",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What `resolve` may know of the machine, gathered without torch."""
+
+    num_cuda_devices: int
+
+
+def load(path: Path) -> Config:
+    """Decode one TOML file; relative paths inside it are relative to the file. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--config", str(path), f"cannot be read ({error}); name a readable TOML file") from error
+    try:
+        config = msgspec.toml.decode(text, type=Config)
+    except ConfigError:
+        raise
+    except msgspec.DecodeError as error:  # ValidationError is one: wrong types, unknown and missing keys
+        raise ConfigError("--config", str(path), f"{error}; see conf/dsparkd.toml for every key") from error
+    return _anchor_paths(config, path.resolve().parent)
+
+
+def _anchor_paths(config: Config, directory: Path) -> Config:
+    """Make the paths in the tree absolute."""
+
+    def anchor(value: str) -> str:
+        return str((directory / value).resolve()) if value else value
+
+    engine = msgspec.structs.replace(
+        config.engine, checkpoint=anchor(config.engine.checkpoint), crash_dir=anchor(config.engine.crash_dir)
+    )
+    server = msgspec.structs.replace(config.server, api_keys_file=anchor(config.server.api_keys_file))
+    return msgspec.structs.replace(config, engine=engine, server=server)
+
+
+def resolve(config: Config, hardware: Hardware) -> Config:
+    """Fill what depends on the device and check the rules across sections. Raises ConfigError."""
+    chunk_tokens = config.scheduler.chunk_tokens
+    if chunk_tokens is None:
+        chunk_tokens = 8192 if config.engine.device == "cuda" else 1024
+    if chunk_tokens < config.kv.page_tokens or chunk_tokens % config.kv.page_tokens:
+        raise ConfigError(
+            "scheduler.chunk_tokens", chunk_tokens, f"use a multiple of kv.page_tokens ({config.kv.page_tokens})"
+        )
+    if config.engine.device == "cuda" and hardware.num_cuda_devices < config.engine.dp:
+        raise ConfigError(
+            "engine.device", "cuda", f"needs {config.engine.dp} CUDA devices, found {hardware.num_cuda_devices}"
+        )
+    if config.engine.device == "cpu" and config.kv.device_bytes is None:
+        raise ConfigError("kv.device_fraction", config.kv.device_fraction, "on the cpu device set kv.device_bytes")
+    if config.watchdog.tick_timeout_s <= config.exchange.timeout_s:
+        raise ConfigError(
+            "watchdog.tick_timeout_s",
+            config.watchdog.tick_timeout_s,
+            f"use more than exchange.timeout_s ({config.exchange.timeout_s})",
+        )
+    scheduler = msgspec.structs.replace(config.scheduler, chunk_tokens=chunk_tokens)
+    return msgspec.structs.replace(config, scheduler=scheduler)

@@ -1,0 +1,266 @@
+"""Every struct that crosses a process, with its decoders.
+
+    parent  -> rank          ToRank          RoutedBatch, Abort, Shutdown
+    rank    -> parent        FromRank        Progress, RankReady, StartFailed, Admitted, Refused, LoadSnapshot,
+                                             MetricsFrame, Farewell
+    rank    -> detokenizer   ToDetokenizer   TokenDeltas, Farewell
+    detok.  -> parent        FromDetokenizer TextDeltas, MetricsFrame, Farewell
+
+Times are CLOCK_MONOTONIC nanoseconds, comparable between the processes of one host.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What crosses a process boundary: frozen, and an unknown field is an error."""
+
+
+class SamplingParams(Message, frozen=True, kw_only=True):
+    """How one choice is sampled. Every value is already validated by the parent.
+
+    seed and choice key the Gumbel noise (decisions.md 3), so a choice's text does not depend on its neighbours.
+    temperature 0 is greedy. top_k 0 and top_p 1 are off. top_logprobs None means no logprobs at all, 0 means the
+    chosen token's only. prompt_logprobs asks for those of the prompt too (completions `echo`), and bypasses the
+    prefix cache.
+    """
+
+    max_tokens: int
+    seed: int
+    choice: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+
+class TokenizedRequest(Message, frozen=True, kw_only=True):
+    """One item of an API batch: one prompt, one choice."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    skip_special_tokens: bool = True
+    received_ns: int
+    encoded_ns: int
+    tokenized_ns: int
+    dispatched_ns: int
+
+
+class RoutedBatch(Message, frozen=True, tag=True):
+    """Requests that enter one rank's queue together or not at all. `frame` counts from 1 per rank."""
+
+    dp_rank: int
+    frame: int
+    requests: tuple[TokenizedRequest, ...]
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise ValueError("RoutedBatch carries no request")
+
+
+class Abort(Message, frozen=True, tag=True):
+    """The client left; exact id, never a prefix. Unknown ids are ignored (the request may just have ended)."""
+
+    request_id: str
+
+
+class Shutdown(Message, frozen=True, tag=True):
+    """Abort what is left, then leave the loop at an agreed tick."""
+
+
+class Progress(Message, frozen=True, tag=True):
+    """A start-up stage of a rank, for the log and for the service manager's extended time-out."""
+
+    dp_rank: int
+    stage: str
+    done: int
+    total: int
+
+
+class PathState(Message, frozen=True):
+    """One optional path of the server and why it is (not) in use."""
+
+    path: str
+    state: Literal["active", "off", "impossible"]
+    why: str
+
+
+class RankReady(Message, frozen=True, tag=True, kw_only=True):
+    """A rank is warm. Bytes are what its pools really hold."""
+
+    dp_rank: int
+    device: str
+    weight_bytes: int
+    kv_bytes: dict[str, int]
+    num_pages: int
+    num_snapshots: int
+    longest_tick_s: float
+    gc_frozen_objects: int
+    paths: tuple[PathState, ...]
+
+
+class StartFailed(Message, frozen=True, tag=True):
+    """A rank or the detokenizer cannot start; `exit_code` is the one that its process leaves with."""
+
+    role: str
+    exit_code: int
+    error: str
+
+
+class Admitted(Message, frozen=True, tag=True):
+    """The request is in the rank's queue; from here on it ends through the detokenizer."""
+
+    request_id: str
+    delivered_ns: int
+
+
+class Refused(Message, frozen=True, tag=True):
+    """The request was never queued; answers instead of Admitted."""
+
+    request_id: str
+    status: int
+    code: str
+    param: str | None
+    message: str
+    retry_after_s: int | None = None
+
+
+class LoadSnapshot(Message, frozen=True, tag=True, kw_only=True):
+    """What the router and health may know of a rank; published from its tick thread only.
+
+    `frame` is the last RoutedBatch taken in; outstanding counts cover requests that have not ended, tokens are
+    their uncomputed prompt tokens plus one per row that decodes.
+    """
+
+    dp_rank: int
+    sequence: int
+    published_ns: int
+    frame: int
+    tick: int
+    parked: bool
+    outstanding_requests: int
+    outstanding_tokens: int
+    waiting_requests: int
+
+
+class MetricsFrame(Message, frozen=True, tag=True):
+    """Cumulative values of one process; the key is (family, label values joined by NUL). Latest frame wins.
+
+    `values` holds counters and gauges; `histograms` holds (count per bucket edge ..., sum) in metrics.py's order.
+    """
+
+    source: str
+    values: dict[str, float]
+    histograms: dict[str, tuple[float, ...]]
+
+
+class Farewell(Message, frozen=True, tag=True):
+    """The sender has sent everything that it will ever send."""
+
+    source: str
+
+
+class TokenLogprob(Message, frozen=True):
+    """Log-probability of one emitted (or prompt) id and of the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class DetokenizeOptions(Message, frozen=True):
+    """What the detokenizer must know of a request; rides on its first delta."""
+
+    stop_strings: tuple[str, ...]
+    skip_special_tokens: bool
+
+
+class Finish(Message, frozen=True, kw_only=True):
+    """How and why a request ended.
+
+    reason "stop" by a stop string: `cut_bytes` trailing bytes of the output's text are the stop string (and what
+    follows it inside the last token) and are not shown. matched is the stop id or string. error only with "error".
+    """
+
+    reason: FinishReason
+    matched: int | str | None = None
+    cut_bytes: int = 0
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    error: str | None = None
+
+
+class TokenDelta(Message, frozen=True, kw_only=True):
+    """New ids of one request, in order. `options` on the first delta, `finish` on the last."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    options: DetokenizeOptions | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: Finish | None = None
+
+
+class TokenDeltas(Message, frozen=True, tag=True):
+    """All deltas of one tick of a rank."""
+
+    dp_rank: int
+    deltas: tuple[TokenDelta, ...]
+
+
+class TextLogprob(Message, frozen=True):
+    """TokenLogprob with its text; `raw` are the token's own bytes."""
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float | None
+    top: tuple[tuple[int, str, bytes, float], ...] = ()
+
+
+class TextDelta(Message, frozen=True, kw_only=True):
+    """New text of one request: whole characters only, stop strings held back; may be empty."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TextLogprob, ...] | None = None
+    prompt_logprobs: tuple[TextLogprob, ...] | None = None
+    finish: Finish | None = None
+
+
+class TextDeltas(Message, frozen=True, tag=True):
+    """All deltas of one wake-up of the detokenizer."""
+
+    deltas: tuple[TextDelta, ...]
+
+
+ToRank = RoutedBatch | Abort | Shutdown
+FromRank = Progress | RankReady | StartFailed | Admitted | Refused | LoadSnapshot | MetricsFrame | Farewell
+ToDetokenizer = TokenDeltas | Farewell
+FromDetokenizer = StartFailed | Progress | TextDeltas | MetricsFrame | Farewell
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+decode_to_detokenizer = msgspec.msgpack.Decoder(ToDetokenizer).decode
+decode_from_detokenizer = msgspec.msgpack.Decoder(FromDetokenizer).decode
