@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from dsparkd.messages import SamplingParams
+from dsparkd.messages import SamplingParams, TokenLogprob
 
 
 class StepKind(IntEnum):
@@ -42,13 +42,51 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotStart:
+    """Before the step: clear a slot's rings, or fill them from a boundary snapshot taken at `position`."""
+
+    slot: int
+    snapshot: int | None
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSave:
+    """After the step: copy a slot's rings, which then stand at `position` (a page end), into a snapshot."""
+
+    slot: int
+    snapshot: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Rows in execution order: decode rows first, then prefill chunks. Empty for an idle rank."""
 
     kind: StepKind
     rows: tuple[PlanRow, ...]
+    slot_starts: tuple[SlotStart, ...] = ()
+    snapshot_saves: tuple[SnapshotSave, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens to process on this rank."""
         return sum(len(row.input_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What a step produced for one PlanRow: ids in order (none, one, or an accepted run later), the logprobs of
+    each id if asked for, and log-probabilities of prompt tokens (of input_ids[1:], and of the next prompt token
+    for the chunk's last position where the prompt goes on) if `prompt_logprobs` was asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Outputs aligned with Plan.rows."""
+
+    rows: tuple[RowOutput, ...]
