@@ -28,6 +28,8 @@ class PlanRow:
         1 for a last chunk or decode row, more for prompt log-probabilities (and verify rows later).
     sampling: None when no token is sampled from this row in this step.
     prompt_ids, output_ids: the whole history before this step (for penalties and min_tokens).
+    prompt_top_logprobs: how many alternatives to report beside each prompt token's log-probability; None when those
+        are not wanted. Where they are, num_logits covers every token of input_ids, and sampling may still be None.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class PlanRow:
     sampling: SamplingParams | None
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
+    prompt_top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
