@@ -1,0 +1,106 @@
+"""Structured log lines on standard error: one event a line; role, pid and dp_rank bound once per process.
+
+An event is a constant snake_case string plus fields; docs/logs.md lists them all. `json` is for machines, `console` for
+people.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Literal, cast
+
+import orjson
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure(
+    role: str,
+    dp_rank: int | None,
+    format: Literal["json", "console"],
+    level: Literal["debug", "info", "warning", "error"],
+) -> None:
+    """Set this process's log up; call again after a fork. Messages of libraries come out as `library_message`."""
+    processors: list[Processor] = [
+        _bind_process(role, dp_rank),
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
+    ]
+    if format == "json":
+        processors += [structlog.processors.format_exc_info, _render_json]
+    else:
+        processors += [_render_console]
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        # One write call a line: lines of several processes on one pipe do not mix.
+        logger_factory=structlog.BytesLoggerFactory(sys.stderr.buffer),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers = [_LibraryHandler()]
+    root.setLevel(max(_LEVELS[level], logging.WARNING))
+
+
+def get() -> FilteringBoundLogger:
+    """Return the logger; it may be bound with a request_id and is valid before and after `configure`."""
+    return cast(FilteringBoundLogger, structlog.get_logger())
+
+
+def _bind_process(role: str, dp_rank: int | None) -> Processor:
+    pid = os.getpid()
+
+    def bind(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event["role"] = role
+        event["pid"] = pid
+        if dp_rank is not None:
+            event.setdefault("dp_rank", dp_rank)
+        return event
+
+    return bind
+
+
+def _render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
+    head = {name: event.pop(name) for name in ("ts", "level", "event", "role", "pid")}
+    return orjson.dumps({**head, **event}, default=str, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _render_console(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
+    """`12:34:56 warning rank1  event_name  key=value`; an exception's lines follow."""
+    time_of_day = event.pop("ts")[11:19]
+    rank = event.pop("dp_rank", "")
+    who = f"{event.pop('role')}{rank}"
+    event.pop("pid")
+    line = f"{time_of_day} {event.pop('level'):<7} {who:<11} {event.pop('event')}"
+    error = event.pop("exc_info", None)
+    fields = "".join(f"  {name}={_plain(value)}" for name, value in event.items())
+    text = line + fields
+    if error:
+        text += "\n" + _format_exception(error)
+    return text.encode(errors="backslashreplace")
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) and value.isprintable() and " " not in value else repr(value)
+
+
+def _format_exception(error: object) -> str:
+    if isinstance(error, BaseException):
+        return "".join(traceback.format_exception(error)).rstrip()
+    return traceback.format_exc().rstrip()
+
+
+class _LibraryHandler(logging.Handler):
+    """Turns records of the standard library's logging into events."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log one record under its own level."""
+        logger = get()
+        write: Callable[..., object] = logger.error if record.levelno >= logging.ERROR else logger.warning
+        write("library_message", library=record.name, message=record.getMessage(), exc_info=record.exc_info)

@@ -1,0 +1,391 @@
+"""Every metric of every process.
+
+A process counts in its own `Tally`, plain dictionaries without locks. Ranks and detokenizer send theirs as one
+cumulative frame a second to the parent, whose `Registry` serves the latest frames and its own tally; a process that
+starts again starts from zero, which is what a counter reset means.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from dsparkd.errors import InvariantError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+RANKS = ("0", "1")
+_SUM = " Counts work: sum over dp_rank."
+_COMPARE = " State of one rank: compare by dp_rank."
+
+# Seconds: from a tick of a small checkpoint to a request at its limits.
+_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# Seconds: waking a parked rank is well under a millisecond.
+_WAKE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric family. `values`: the closed set of each label except those of `open_labels`.
+
+    buckets: upper edges of a histogram without the last, infinite one.
+    open_labels: values that are constants of this build or the declared routes, never a client's words.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+    open_labels: tuple[str, ...] = ()
+
+    def check(self, label_values: tuple[str, ...]) -> None:
+        """Raise InvariantError unless each label has a value of its closed set."""
+        if len(label_values) != len(self.labels):
+            raise InvariantError(f"{self.name} has labels {self.labels}, got {label_values}")
+        for label, value in zip(self.labels, label_values, strict=True):
+            if label not in self.open_labels and value not in self.values[label]:
+                raise InvariantError(f"{self.name}: {label}={value!r} is not one of {self.values[label]}")
+
+
+def _family(
+    name: str,
+    kind: Literal["counter", "gauge", "histogram"],
+    help: str,
+    /,
+    *,
+    by_rank: bool = True,
+    buckets: tuple[float, ...] = (),
+    open_labels: tuple[str, ...] = (),
+    **values: tuple[str, ...],
+) -> Family:
+    """Declare a family; by_rank adds the label dp_rank in front and the sentence on how to aggregate."""
+    if by_rank:
+        help += _SUM if kind == "counter" else _COMPARE
+        values = {"dp_rank": RANKS, **values}
+    labels = (*values, *open_labels)
+    return Family(f"dsparkd_{name}", kind, labels, help, values, buckets, open_labels)
+
+
+BUILD_INFO = _family(
+    "build_info",
+    "gauge",
+    "Always 1; the labels say what runs.",
+    by_rank=False,
+    open_labels=("version", "xgrammar", "abi"),
+)
+PATH_ACTIVE = _family(
+    "path_active",
+    "gauge",
+    "1 if the path was proven at start and is in use, else 0.",
+    path=("gloo_exchange", "prefix_cache", "mixed_step"),
+)
+READY = _family("ready", "gauge", "1 while new work is accepted.", by_rank=False)
+
+HTTP_REQUESTS = _family(
+    "http_requests_total",
+    "counter",
+    "Finished HTTP responses, by declared route and status class.",
+    by_rank=False,
+    route=(
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/ready",
+        "/health_scheduler",
+        "/metrics",
+        "/server_info",
+        "/openapi.json",
+        "other",
+    ),
+    status=("2xx", "4xx", "5xx"),
+)
+HTTP_OPEN_STREAMS = _family("http_open_streams", "gauge", "Open SSE connections.", by_rank=False)
+REFUSALS = _family(
+    "refusals_total",
+    "counter",
+    "Requests refused before queueing.",
+    by_rank=False,
+    reason=(
+        "invalid",
+        "too_large",
+        "queue_full",
+        "bad_rank",
+        "dead_rank",
+        "duplicate",
+        "draining",
+        "unauthorized",
+    ),
+)
+
+REQUESTS = _family("requests_total", "counter", "Finished generations.", outcome=("stop", "length", "abort", "error"))
+TIME_TO_FIRST_TOKEN = _family(
+    "time_to_first_token_seconds", "histogram", "From receiving a request to its first id.", buckets=_LATENCY_BUCKETS
+)
+INTER_TOKEN = _family("inter_token_seconds", "histogram", "Between two ids of one request.", buckets=_LATENCY_BUCKETS)
+REQUEST_SECONDS = _family(
+    "request_seconds", "histogram", "From receiving a request to its last id.", buckets=_LATENCY_BUCKETS
+)
+QUEUE_SECONDS = _family(
+    "queue_seconds", "histogram", "From delivery at the rank to the first plan with it.", buckets=_LATENCY_BUCKETS
+)
+PROMPT_TOKENS = _family("prompt_tokens_total", "counter", "Prompt tokens of admitted requests.")
+OUTPUT_TOKENS = _family("output_tokens_total", "counter", "Generated tokens.")
+CACHED_PROMPT_TOKENS = _family(
+    "cached_prompt_tokens_total", "counter", "Prompt tokens that were not computed.", tier=("device",)
+)
+
+ROUTED_BATCHES = _family(
+    "routed_batches_total", "counter", "Frames sent to a rank.", delivery=("whole", "per_rank", "single")
+)
+ROUTED_REQUESTS = _family("routed_requests_total", "counter", "Items sent to a rank.", route=("explicit", "balanced"))
+LOAD_REQUESTS = _family(
+    "load_requests", "gauge", "The router's view of outstanding requests.", source=("snapshot", "speculative")
+)
+LOAD_TOKENS = _family(
+    "load_tokens", "gauge", "The router's view of outstanding tokens.", source=("snapshot", "speculative")
+)
+LOAD_REFRESHES = _family(
+    "load_refreshes_total",
+    "counter",
+    "Reads of the load board.",
+    by_rank=False,
+    result=("fresh", "throttled", "unchanged"),
+)
+SNAPSHOT_AGE = _family("snapshot_age_seconds", "gauge", "Age of the rank's load snapshot at the scrape.")
+
+_PHASES = ("receive", "plan", "agree", "launch", "commit", "publish", "park", "tick")
+SCHEDULER_PHASE_SECONDS = _family(
+    "scheduler_phase_seconds_total",
+    "counter",
+    "Time in each phase of the loop; receive to publish add up to tick, park is outside it.",
+    phase=_PHASES,
+)
+SCHEDULER_PHASE_CALLS = _family(
+    "scheduler_phase_calls_total", "counter", "Times that each phase of the loop ran.", phase=_PHASES
+)
+TICKS = _family(
+    "ticks_total",
+    "counter",
+    "Agreed ticks by kind; idle_peer took part without work of its own.",
+    kind=("prefill", "mixed", "decode", "idle_peer", "idle"),
+)
+SCHEDULER_REQUESTS = _family(
+    "scheduler_requests", "gauge", "Requests by state.", state=("waiting", "prefill", "decode")
+)
+RETRACTIONS = _family("retractions_total", "counter", "Decode rows put back to the queue for want of memory.")
+PARKS = _family("parks_total", "counter", "Times that the idle rank went to sleep.")
+UNPARK_SECONDS = _family(
+    "unpark_seconds", "histogram", "From a message that wakes a parked rank to its first step.", buckets=_WAKE_BUCKETS
+)
+GC_FROZEN_OBJECTS = _family("gc_frozen_objects", "gauge", "Objects in the collector's permanent generation.")
+KV_PAGES = _family(
+    "kv_pages",
+    "gauge",
+    "Units of each pool: pages of tokens (full) and boundary snapshots (snapshot).",
+    pool=("full", "snapshot"),
+    state=("free", "used", "cached"),
+)
+
+EXCHANGE_SECONDS = _family(
+    "exchange_seconds_total", "counter", "Time in the agreement of the two ranks.", channel=("plan",), phase=("total",)
+)
+EXCHANGE_CALLS = _family("exchange_calls_total", "counter", "Agreements of the two ranks.", channel=("plan",))
+EXCHANGE_SEQUENCE = _family("exchange_sequence", "gauge", "Number of the last agreement.", channel=("plan",))
+
+CHILD_EXITS = _family(
+    "child_exits_total",
+    "counter",
+    "Ends of child processes.",
+    by_rank=False,
+    role=("rank", "detokenizer"),
+    result=("clean", "failed", "killed", "late"),
+)
+
+FAMILIES: tuple[Family, ...] = (
+    BUILD_INFO,
+    PATH_ACTIVE,
+    READY,
+    HTTP_REQUESTS,
+    HTTP_OPEN_STREAMS,
+    REQUESTS,
+    REFUSALS,
+    TIME_TO_FIRST_TOKEN,
+    INTER_TOKEN,
+    REQUEST_SECONDS,
+    QUEUE_SECONDS,
+    PROMPT_TOKENS,
+    OUTPUT_TOKENS,
+    CACHED_PROMPT_TOKENS,
+    ROUTED_BATCHES,
+    ROUTED_REQUESTS,
+    LOAD_REQUESTS,
+    LOAD_TOKENS,
+    LOAD_REFRESHES,
+    SNAPSHOT_AGE,
+    SCHEDULER_PHASE_SECONDS,
+    SCHEDULER_PHASE_CALLS,
+    TICKS,
+    SCHEDULER_REQUESTS,
+    RETRACTIONS,
+    PARKS,
+    UNPARK_SECONDS,
+    GC_FROZEN_OBJECTS,
+    KV_PAGES,
+    EXCHANGE_SECONDS,
+    EXCHANGE_CALLS,
+    EXCHANGE_SEQUENCE,
+    CHILD_EXITS,
+)
+
+V = TypeVar("V")
+Values = dict[str, float]
+Histograms = dict[str, tuple[float, ...]]
+
+
+class Tally:
+    """Counts of one process, owned by one thread.
+
+    A series' key is the family's name and its label values, joined by NUL. A histogram is the count of each bucket
+    (not cumulative, the infinite one last) and then the sum.
+    """
+
+    def __init__(self) -> None:
+        self._values: Values = {}
+        self._histograms: dict[str, list[float]] = {}
+
+    def inc(self, family: Family, *labels: str, by: float = 1.0) -> None:
+        """Add to a counter or gauge. Raises InvariantError for a label outside its closed set."""
+        key = "\0".join((family.name, *labels))
+        if key not in self._values:
+            self._admit(family, labels, "counter", "gauge")
+            self._values[key] = 0.0
+        self._values[key] += by
+
+    def set(self, family: Family, *labels: str, to: float) -> None:
+        """Set a gauge. Raises InvariantError for a label outside its closed set."""
+        key = "\0".join((family.name, *labels))
+        if key not in self._values:
+            self._admit(family, labels, "gauge")
+        self._values[key] = to
+
+    def observe(self, family: Family, *labels: str, value: float) -> None:
+        """Put a value into a histogram. Raises InvariantError for a label outside its closed set."""
+        key = "\0".join((family.name, *labels))
+        counts = self._histograms.get(key)
+        if counts is None:
+            self._admit(family, labels, "histogram")
+            counts = self._histograms[key] = [0.0] * (len(family.buckets) + 2)
+        for index, edge in enumerate(family.buckets):
+            if value <= edge:
+                counts[index] += 1
+                break
+        else:
+            counts[-2] += 1
+        counts[-1] += value
+
+    def _admit(self, family: Family, labels: tuple[str, ...], *kinds: str) -> None:
+        if family.kind not in kinds:
+            raise InvariantError(f"{family.name} is a {family.kind}, not a {' or '.join(kinds)}")
+        family.check(labels)
+
+    def frame(self) -> tuple[Values, Histograms]:
+        """Return a copy of all values and histograms, as a MetricsFrame carries them."""
+        return dict(self._values), {key: tuple(counts) for key, counts in self._histograms.items()}
+
+
+class Frame(Protocol):
+    """What the registry reads of a messages.MetricsFrame."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def values(self) -> Values: ...
+    @property
+    def histograms(self) -> Histograms: ...
+
+
+class Registry:
+    """The parent's one registry: its own tally and the latest frame of each other process. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        # Imported here because only the parent serves metrics, and only after it has forked.
+        from prometheus_client import CollectorRegistry
+
+        self.tally = Tally()
+        self._frames: dict[str, tuple[Values, Histograms]] = {}
+        self._before_scrape: list[Callable[[Tally], None]] = []
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def apply(self, frame: Frame) -> None:
+        """Replace what the frame's source said before."""
+        self._frames[frame.source] = (frame.values, frame.histograms)
+
+    def drop(self, source: str) -> None:
+        """Forget a process that ended."""
+        self._frames.pop(source, None)
+
+    def before_scrape(self, update: Callable[[Tally], None]) -> None:
+        """Have `update` set gauges that are only true at the moment of a scrape."""
+        self._before_scrape.append(update)
+
+    def render(self) -> bytes:
+        """Return all families in the text exposition format."""
+        from prometheus_client import generate_latest
+
+        for update in self._before_scrape:
+            update(self.tally)
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family, with and without series; prometheus_client calls this."""
+        values, histograms = self._merged()
+        for family in FAMILIES:
+            yield _metric(family, values, histograms)
+
+    def _merged(self) -> tuple[Values, Histograms]:
+        """Add the sources up: a series without dp_rank may be counted in several processes."""
+        values, histograms = self.tally.frame()
+        for more_values, more_histograms in self._frames.values():
+            for key, value in more_values.items():
+                values[key] = values.get(key, 0.0) + value
+            for key, counts in more_histograms.items():
+                held = histograms.get(key, (0.0,) * len(counts))
+                histograms[key] = tuple(a + b for a, b in zip(held, counts, strict=True))
+        return values, histograms
+
+
+def _metric(family: Family, values: Values, histograms: Histograms) -> Metric:
+    """Turn the series of one family into the library's object."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+        for labels, counts in _series(family, histograms):
+            edges = [*(f"{edge:g}" for edge in family.buckets), "+Inf"]
+            cumulative = itertools.accumulate(counts[:-1])
+            histogram.add_metric(labels, list(zip(edges, cumulative, strict=True)), counts[-1])
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=family.labels)
+    for labels, value in _series(family, values):
+        metric.add_metric(labels, value)
+    return metric
+
+
+def _series(family: Family, table: Mapping[str, V]) -> list[tuple[list[str], V]]:
+    """Return (label values, value) of each series of the family, sorted."""
+    found = []
+    for key, value in table.items():
+        name, *labels = key.split("\0")
+        if name == family.name:
+            found.append((labels, value))
+    return sorted(found, key=lambda series: series[0])

@@ -1,0 +1,97 @@
+"""Linux calls that Python lacks or hides: death signal, descriptors, pidfds, service notification, CPU count."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import socket
+from pathlib import Path
+
+from dsparkd.errors import CapabilityError, PeerError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def set_parent_death_signal(expected_parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends. Call first thing after the fork.
+
+    Raises PeerError when the parent ended before the call: no signal would ever come.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise CapabilityError("supervisor", f"PR_SET_PDEATHSIG ({os.strerror(number)})", "run on Linux")
+    if os.getppid() != expected_parent_pid:
+        raise PeerError("the parent ended while this process started")
+
+
+def close_other_fds(keep: set[int]) -> None:
+    """Close every descriptor except 0, 1, 2 and `keep`."""
+    kept = keep | {0, 1, 2}
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number in kept:
+            continue
+        try:
+            os.close(number)
+        except OSError:
+            continue  # the descriptor that listed the directory is gone already
+
+
+def open_fds() -> set[int]:
+    """Return the numbers of all open descriptors of this process."""
+    listed = {int(name) for name in os.listdir("/proc/self/fd")}
+    # One of them listed the directory and is closed by now.
+    return {number for number in listed if os.path.exists(f"/proc/self/fd/{number}")}
+
+
+def pidfd_open(pid: int) -> int:
+    """Return a descriptor that becomes readable when the process ends. Raises CapabilityError without pidfds."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise CapabilityError("supervisor", f"pidfd_open ({error.strerror})", "use Linux 5.4 or newer") from error
+
+
+def reap_nowait(pid: int) -> int | None:
+    """Return the exit code of a child that ended (negative: the signal), or None while it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def eventfd() -> int:
+    """Return a new non-blocking, close-on-exec event descriptor with count 0."""
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+def notify(state: str) -> bool:
+    """Send `state` (lines of NAME=VALUE) to the service manager; False when there is none.
+
+    A manager that does not listen is not this server's failure, so errors are not raised.
+    """
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return False
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.connect(address)
+            sock.sendall(state.encode())
+        except OSError:
+            return False
+    return True
+
+
+def cpu_count_available(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many CPUs this process may use: the smaller of its affinity and its cgroup v2 quota, rounded up."""
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup_root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cpus
+    if quota == "max":
+        return cpus
+    return max(1, min(cpus, math.ceil(int(quota) / int(period))))
