@@ -1,0 +1,230 @@
+"""Sampler: logits to token ids and log-probabilities, row by row.
+
+A row's token is a pure function of its logits, its parameters, its history and its noise key: every operation here is
+elementwise or reduces one row, so neighbours cannot move a bit. The order of the rules is penalties, logit_bias,
+min_tokens, ids without a token, temperature, top_k, top_p, min_p; then argmax(score + noise), or the plain argmax at
+temperature 0. Log-probabilities are the model's own, read before any of these.
+
+Letters: R logit rows, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsparkd.errors import InvariantError
+from dsparkd.kernels import noise, sampling
+from dsparkd.messages import SamplingParams, TokenLogprob
+
+# Rows of prompt log-probabilities looked at together: their int64 keys take 8 bytes a vocabulary id.
+PROMPT_ROWS = 256
+
+
+class SampleRow(NamedTuple):
+    """One token to choose: from row `logits_row`, to stand at `position` of the sequence, after the given history."""
+
+    logits_row: int
+    sampling: SamplingParams
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    position: int
+
+
+class PromptRow(NamedTuple):
+    """Prompt tokens whose log-probability is read: next_ids[i] from row `first_row` + i, with `top` alternatives."""
+
+    first_row: int
+    next_ids: tuple[int, ...]
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Aligned with the rows asked for; `logprobs` holds None where a row wants none."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...]
+
+
+class Sampler:
+    """Stateless between steps; owned by the rank's tick thread.
+
+    has_token: for every id of the (padded) vocabulary, whether the tokenizer has a token for it; the others are never
+    sampled and never listed as alternatives. eos_ids end a text, so min_tokens holds them back too.
+    """
+
+    def __init__(self, has_token: Sequence[bool], eos_ids: tuple[int, ...], device: torch.device) -> None:
+        self._eos_ids = eos_ids
+        self._device = device
+        self._num_tokens = sum(has_token)
+        penalty = [0.0 if known else -math.inf for known in has_token]
+        # None where every id is a token: nothing to add then.
+        self._no_token = None if all(has_token) else torch.tensor(penalty, dtype=torch.float32, device=device)
+
+    def choose(self, logits: Tensor, samples: Sequence[SampleRow], prompts: Sequence[PromptRow] = ()) -> Choices:
+        """Choose a token for each sample and read the prompts' log-probabilities; one copy to the host.
+
+        logits [R, V] float32; the call may overwrite them. Raises InvariantError when a row has no finite winner.
+        """
+        rows = [sample.logits_row for sample in samples]
+        parts = [self._read_prompt(logits, prompt) for prompt in prompts]
+        wanted = [i for i, sample in enumerate(samples) if sample.sampling.top_logprobs is not None]
+        # A copy, because what follows edits the rows in place.
+        raw = logits[[rows[i] for i in wanted]] if wanted else logits[:0]
+        if rows != list(range(logits.shape[0])):
+            logits = logits[rows]
+        best, ids = self._choose(logits, samples)
+        top = max((samples[i].sampling.top_logprobs or 0 for i in wanted), default=0)
+        parts += [self._logprobs(raw, ids[wanted], top)] if wanted else []
+        parts += [best.double(), ids.double()]
+        host: list[float] = torch.cat([part.reshape(-1) for part in parts]).tolist()
+        return self._unpack(host, samples, prompts, wanted, top)
+
+    def _choose(self, logits: Tensor, samples: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+        """Return each row's winning score [R] float32 and id [R] int64; edits logits."""
+        for i, sample in enumerate(samples):
+            if _edits(sample):
+                self._edit(logits[i], sample)
+        if self._no_token is not None:
+            logits += self._no_token
+        drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > 0]
+        if not drawn:
+            return _best(logits)
+        if len(drawn) == len(samples):
+            return _best(self._noisy(logits, samples))
+        best, ids = _best(logits)
+        best[drawn], ids[drawn] = _best(self._noisy(logits[drawn], [samples[i] for i in drawn]))
+        return best, ids
+
+    def _edit(self, row: Tensor, sample: SampleRow) -> None:
+        """Apply penalties, biases and min_tokens to one row of logits [V] in place."""
+        params = sample.sampling
+        if params.repetition_penalty != 1.0:
+            seen = self._ids({*sample.prompt_ids, *sample.output_ids})
+            scores = row[seen]
+            factor = params.repetition_penalty
+            row[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+        if sample.output_ids and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
+            emitted, counts = torch.unique(self._ids(sample.output_ids), return_counts=True)
+            row[emitted] -= counts * params.frequency_penalty + params.presence_penalty
+        if params.logit_bias:
+            biased, biases = zip(*params.logit_bias, strict=True)
+            row[self._ids(biased)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
+        if len(sample.output_ids) < params.min_tokens:
+            ends = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self._eos_ids)
+            row[self._ids(ends)] = -math.inf
+
+    def _noisy(self, logits: Tensor, samples: Sequence[SampleRow]) -> Tensor:
+        """Return temperature-scaled, filtered scores plus noise [R, V]; every row has a temperature above 0."""
+        params = [sample.sampling for sample in samples]
+        temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=self._device)
+        # log p up to the row's constant, which argmax does not see; the best score is 0 exactly.
+        scores = logits.sub(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
+        self._filter(scores, params)
+        keys = torch.tensor([(p.seed, p.choice, s.position) for p, s in zip(params, samples, strict=True)])
+        seeds, choices, positions = keys.to(self._device).unbind(dim=1)
+        return scores.add_(noise.gumbel(seeds, choices, positions, scores.shape[1]))
+
+    def _filter(self, scores: Tensor, params: Sequence[SamplingParams]) -> None:
+        """Apply top_k, top_p and min_p in place, each to the rows that set it."""
+        vocab = scores.shape[1]
+        rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
+        if rows:
+            scores[rows] = sampling.keep_top_k(scores[rows], [params[i].top_k for i in rows])
+        rows = [i for i, p in enumerate(params) if p.top_p < 1]
+        if rows:
+            scores[rows] = sampling.keep_top_p(scores[rows], self._doubles([params[i].top_p for i in rows]))
+        rows = [i for i, p in enumerate(params) if p.min_p > 0]
+        if rows:
+            scores[rows] = sampling.keep_min_p(scores[rows], self._doubles([params[i].min_p for i in rows]))
+
+    def _read_prompt(self, logits: Tensor, prompt: PromptRow) -> Tensor:
+        """Return the prompt's log-probabilities as `_logprobs` lays them out, a block of rows at a time."""
+        blocks = []
+        for start in range(0, len(prompt.next_ids), PROMPT_ROWS):
+            ids = prompt.next_ids[start : start + PROMPT_ROWS]
+            first = prompt.first_row + start
+            blocks.append(self._logprobs(logits[first : first + len(ids)], self._ids(ids), prompt.top))
+        return torch.cat(blocks) if blocks else torch.empty(0, 1 + 2 * prompt.top, device=self._device).double()
+
+    def _logprobs(self, raw: Tensor, ids: Tensor, top: int) -> Tensor:
+        """Return [R, 1 + 2K] float64: the log-probability of ids [R], then K alternatives' ids, then theirs.
+
+        raw [R, V] float32 are unedited logits. The distribution is over the whole row, ids without a token included.
+        """
+        total = raw.logsumexp(dim=-1, keepdim=True)
+        own = raw.gather(1, ids[:, None]) - total
+        if top == 0:
+            return own.double()
+        listed = raw if self._no_token is None else raw + self._no_token
+        values, alternatives = sampling.stable_topk(listed, min(top, self._num_tokens))
+        return torch.cat((own.double(), alternatives.double(), (values - total).double()), dim=1)
+
+    def _unpack(
+        self,
+        host: list[float],
+        samples: Sequence[SampleRow],
+        prompts: Sequence[PromptRow],
+        wanted: list[int],
+        top: int,
+    ) -> Choices:
+        """Cut the step's one host copy into rows, in the order in which `choose` put them together."""
+        count = len(samples)
+        best, ids = host[len(host) - 2 * count : len(host) - count], [int(i) for i in host[len(host) - count :]]
+        if not all(map(math.isfinite, best)):
+            raise InvariantError(f"the logits of {sum(not math.isfinite(b) for b in best)} rows have no finite winner")
+        at = 0
+        read = []
+        for prompt in prompts:
+            width = 1 + 2 * min(prompt.top, self._num_tokens)
+            read.append(
+                tuple(
+                    _token_logprob(token_id, host[at + i * width : at + (i + 1) * width], prompt.top)
+                    for i, token_id in enumerate(prompt.next_ids)
+                )
+            )
+            at += width * len(prompt.next_ids)
+        width = 1 + 2 * min(top, self._num_tokens)
+        logprobs: list[TokenLogprob | None] = [None] * count
+        for i in wanted:
+            logprobs[i] = _token_logprob(ids[i], host[at : at + width], samples[i].sampling.top_logprobs or 0)
+            at += width
+        return Choices(tuple(ids), tuple(logprobs), tuple(read))
+
+    def _ids(self, ids: Sequence[int] | set[int]) -> Tensor:
+        return torch.tensor(list(ids), dtype=torch.int64, device=self._device)
+
+    def _doubles(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self._device)
+
+
+def _edits(sample: SampleRow) -> bool:
+    """Whether any rule changes this row's logits before temperature."""
+    params = sample.sampling
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or bool(params.logit_bias)
+        or len(sample.output_ids) < params.min_tokens
+    )
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's greatest score and its id, the lowest among equals; NaN wins, so that it is seen."""
+    best = scores.max(dim=-1)
+    return best.values, best.indices
+
+
+def _token_logprob(token_id: int, cells: list[float], top: int) -> TokenLogprob:
+    """Read one row of `Sampler._logprobs`; of its K alternatives the first `top` were asked for."""
+    num_listed = len(cells) // 2
+    alternatives = zip(cells[1 : 1 + min(top, num_listed)], cells[1 + num_listed :], strict=False)
+    return TokenLogprob(token_id, cells[0], tuple((int(i), logprob) for i, logprob in alternatives))

@@ -1,0 +1,68 @@
+"""Filters over score rows and a stable top-k: pure tensor functions, each row's bits its own.
+
+Ties go to the lower id everywhere (score descending, id ascending). Letters: B rows, V vocabulary, K kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NEGATIVE_INFINITY = float("-inf")
+# First guess at how many of a row's best scores hold top_p of its mass; a wrong guess costs a second look, no result.
+FIRST_PREFIX = 256
+
+
+def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of each row, ties to the lower id: values [B, K] float32 and ids [B, K] int64.
+
+    scores [B, V] float32, V < 2^31, no NaN. torch.topk promises no order among ties, so score and id become one key.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: equal scores get equal bits
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)  # integers in the order of the floats
+    descending_ids = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    ids = (ordered * 2**32 + descending_ids).topk(k).indices
+    return scores.gather(1, ids), ids
+
+
+def keep_top_k(scores: Tensor, k: Sequence[int]) -> Tensor:
+    """Mask all but the k[i] best of row i with minus infinity. scores [B, V] float32; every k in 1..V."""
+    num_kept = torch.tensor(k, device=scores.device)[:, None]
+    best = scores.topk(max(k)).values
+    return _keep_best(scores, best.gather(1, num_kept - 1), num_kept)
+
+
+def keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    """Mask all but the smallest best-first prefix of each row whose probability mass reaches top_p.
+
+    scores [B, V] float32 with a row maximum of 0, top_p [B] float64 in (0, 1]. At least one id stays.
+    """
+    wanted = top_p * scores.double().exp_().sum(dim=-1)  # [B] of unnormalised mass
+    prefix = scores.shape[1]
+    if scores.device.type == "cpu":
+        # A whole sort dominates a step; sums over a prefix have the same bits however long the prefix is.
+        prefix = min(FIRST_PREFIX, prefix)
+    while True:
+        best = scores.topk(prefix).values  # [B, prefix]
+        mass = best.double().exp_().cumsum(dim=-1)
+        if prefix == scores.shape[1] or bool((mass[:, -1] >= wanted).all()):
+            break
+        prefix = min(8 * prefix, scores.shape[1])
+    # The sorted sum of a whole row may round below `wanted`; then all of it stays.
+    num_kept = (mass < wanted[:, None]).sum(dim=-1, keepdim=True).add_(1).clamp_(max=prefix)
+    return _keep_best(scores, best.gather(1, num_kept - 1), num_kept)
+
+
+def keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
+    """Mask ids less likely than min_p times the likeliest. scores [B, V] with row maximum 0; min_p [B] in [0, 1]."""
+    return scores.masked_fill(scores < min_p.log().to(scores.dtype)[:, None], NEGATIVE_INFINITY)
+
+
+def _keep_best(scores: Tensor, threshold: Tensor, num_kept: Tensor) -> Tensor:
+    """Keep what is above the threshold and, of its equals, the lowest ids up to num_kept in all; both [B, 1]."""
+    above, equal = scores > threshold, scores == threshold
+    room = num_kept - above.sum(dim=-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(dim=-1) <= room))
+    return scores.masked_fill(~keep, NEGATIVE_INFINITY)
