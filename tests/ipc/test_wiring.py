@@ -1,0 +1,44 @@
+"""Who holds which end of which socketpair."""
+
+import socket
+
+from dsparkd.ipc.wiring import make_wiring
+
+
+def test_every_end_reaches_the_end_that_it_is_named_after() -> None:
+    """A swapped pair would send rank 1's work to rank 0."""
+    wiring = make_wiring()
+    pairs = [
+        *((wiring.parent.ranks[rank], wiring.ranks[rank].parent) for rank in range(2)),
+        *((wiring.ranks[rank].detokenizer, wiring.detokenizer.ranks[rank]) for rank in range(2)),
+        (wiring.parent.detokenizer, wiring.detokenizer.parent),
+        (wiring.ranks[0].peer, wiring.ranks[1].peer),
+    ]
+
+    for number, (one, other) in enumerate(pairs):
+        one.send(bytes([number]))
+        assert other.recv(1) == bytes([number])
+
+    assert wiring.ranks[0].peer.type == socket.SOCK_SEQPACKET
+    wiring.close_all_but(wiring.parent)
+    for sock in wiring.parent.sockets():
+        sock.close()
+
+
+def test_closing_all_but_one_process_ends_keeps_exactly_those() -> None:
+    """L-39: only when no other process holds a copy of an end is end-of-file the owner's death."""
+    for keep in ("parent", "rank 0", "rank 1", "detokenizer"):
+        wiring = make_wiring()
+        owners = {
+            "parent": wiring.parent,
+            "rank 0": wiring.ranks[0],
+            "rank 1": wiring.ranks[1],
+            "detokenizer": wiring.detokenizer,
+        }
+
+        wiring.close_all_but(owners[keep])
+
+        for name, owner in owners.items():
+            for sock in owner.sockets():
+                assert (sock.fileno() >= 0) == (name == keep)
+                sock.close()
