@@ -1,0 +1,219 @@
+"""Which rows the next step holds: queues, budgets and caches -> Plan. No I/O and no clock, so a log replays to it.
+
+Three rules order everything. Decode rows come first: all of them, every step. Prefill shares one budget of tokens in
+order of arrival, and who cannot finish in this step leaves half of what is left to those behind. Memory is given to
+the oldest: a waiting request starts only with all its pages, and a running one that cannot grow puts the youngest back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.plan import Plan, PlanRow, SnapshotSave, StepKind
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Memory, Request, State
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of one step and the grid of boundaries.
+
+    chunk_tokens: prompt tokens in one step. page_tokens: tokens of a page. snapshot_tokens: distance of the boundary
+    snapshots inside long prefills. Both of the others are multiples of page_tokens.
+    """
+
+    chunk_tokens: int
+    page_tokens: int
+    snapshot_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one rank would run: decode rows whatever is agreed, chunks only if a prefill is."""
+
+    decode_rows: tuple[PlanRow, ...]
+    chunk_rows: tuple[PlanRow, ...]
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Prompt tokens proposed."""
+        return sum(len(row.input_ids) for row in self.chunk_rows)
+
+    @property
+    def num_chunk_logit_rows(self) -> int:
+        """Logit rows that the chunks need."""
+        return sum(row.num_logits for row in self.chunk_rows)
+
+
+class Planner:
+    """Owned by the tick thread. `propose` moves requests between states; `settle` turns the agreed kind into a Plan."""
+
+    def __init__(self, queue: RequestQueue, memory: Memory, limits: Limits) -> None:
+        self._queue = queue
+        self._memory = memory
+        self._limits = limits
+        self.num_retractions = 0
+
+    def propose(self) -> Proposal:
+        """Choose this rank's rows: make room for each decode row, then start and continue prefills."""
+        decode_rows = tuple(_decode_row(request) for request in self._growing_rows())
+        return Proposal(decode_rows, self._chunk_rows())
+
+    def settle(self, proposal: Proposal, kind: StepKind) -> Plan:
+        """Keep what the agreed kind lets run, and add the moves of ring state around the step."""
+        runs_chunks = kind in (StepKind.PREFILL, StepKind.MIXED)
+        rows = proposal.decode_rows + (proposal.chunk_rows if runs_chunks else ())
+        requests = [self._request(row) for row in rows]
+        starts = tuple(request.pending_start for request in requests if request.pending_start is not None)
+        saves = []
+        for row, request in zip(rows, requests, strict=True):
+            position = row.start + len(row.input_ids)
+            if self._is_boundary(request, position) and (snapshot := self._memory.tree.allocate_snapshot()) is not None:
+                saves.append(SnapshotSave(slot=row.slot, snapshot=snapshot, position=position))
+        return Plan(kind=kind, rows=rows, slot_starts=starts, snapshot_saves=tuple(saves))
+
+    def _request(self, row: PlanRow) -> Request:
+        request = self._queue.find(row.request_id)
+        if request is None:
+            raise InvariantError(f"row of request {row.request_id}, which is not in the queue")
+        return request
+
+    # Decode
+
+    def _growing_rows(self) -> list[Request]:
+        """Decode rows that have room for one more token, oldest first; the youngest pay for the pages of the older."""
+        rows = []
+        for request in self._queue.running(State.DECODE):
+            # Somebody older may have put this one back a moment ago.
+            while request.state is State.DECODE and not self._memory.grow(request):
+                self._retract_youngest()
+            if request.state is State.DECODE:
+                rows.append(request)
+        return rows
+
+    def _retract_youngest(self) -> None:
+        """Put the youngest running request back. It is never an older one than the request that wants the page."""
+        running = self._queue.running()
+        if len(running) == 1:
+            raise InvariantError("one sequence alone does not fit into the pages of this rank")
+        self._memory.release(running[-1])
+        self._queue.put_back(running[-1])
+        self.num_retractions += 1
+
+    # Prefill
+
+    def _chunk_rows(self) -> tuple[PlanRow, ...]:
+        """Fill the prefill budget from running prefills, then from waiting requests, in order."""
+        candidates = [*self._queue.running(State.PREFILL), *self._queue.waiting()]
+        sizes: list[tuple[Request, int]] = []
+        left = self._limits.chunk_tokens
+        for position, request in enumerate(candidates):
+            if request.state is State.WAITING and not self._start(request, left):
+                break  # whoever comes behind may not take the memory that this one waits for
+            size = self._chunk_size(request, left, others_wait=position + 1 < len(candidates))
+            sizes.append((request, size))
+            left -= size
+        return tuple(_chunk_row(request, size) for request, size in self._spread(sizes, left) if size)
+
+    def _spread(self, sizes: list[tuple[Request, int]], left: int) -> list[tuple[Request, int]]:
+        """Give what the budget still has to the first that can use it: those behind did not need their half."""
+        spread = []
+        for request, size in sizes:
+            wanted = self._next_stop(request) - request.num_computed
+            more = min(wanted - size, left)
+            if size + more < wanted:
+                more = more // self._limits.page_tokens * self._limits.page_tokens
+            spread.append((request, size + more))
+            left -= more
+        return spread
+
+    def _start(self, request: Request, left: int) -> bool:
+        """Give a waiting request its memory: if the budget has a chunk for it, and each running row a page to grow."""
+        if left < min(request.num_tokens, self._limits.page_tokens):
+            return False
+        if not self._memory.admit(request, num_spare_pages=len(self._queue.running())):
+            return False
+        self._queue.start(request)
+        return True
+
+    def _chunk_size(self, request: Request, left: int, others_wait: bool) -> int:
+        """Tokens of one request's next chunk: up to the next boundary, the budget, and its fair share.
+
+        A chunk that does not end its prompt ends at a page end, so every later chunk starts at one.
+        """
+        start = request.num_computed
+        wanted = self._next_stop(request) - start
+        if wanted <= left:
+            return wanted
+        page_tokens = self._limits.page_tokens
+        share = max(left // 2, page_tokens) if others_wait else left
+        return min(share, left) // page_tokens * page_tokens
+
+    def _next_stop(self, request: Request) -> int:
+        """The first position after num_computed where a chunk has to end."""
+        limits, start = self._limits, request.num_computed
+        stops = [request.num_tokens]
+        if request.uses_prefix_cache:
+            stops.append(_last_page_end(request, limits.page_tokens))
+            stops.append((start // limits.snapshot_tokens + 1) * limits.snapshot_tokens)
+        return min(stop for stop in stops if stop > start)
+
+    def _is_boundary(self, request: Request, position: int) -> bool:
+        """Whether the rings are worth a snapshot when the sequence stands at position.
+
+        In a prefill: every snapshot_tokens, at the last page end that an equal prompt can resume from, and at the
+        prompt's own end if that is a page end. While decoding: at every page end.
+        """
+        limits = self._limits
+        if not request.uses_prefix_cache or position % limits.page_tokens:
+            return False
+        if request.state is State.DECODE:
+            return True
+        ends = (_last_page_end(request, limits.page_tokens), request.num_tokens)
+        return position in ends or position % limits.snapshot_tokens == 0
+
+
+def _last_page_end(request: Request, page_tokens: int) -> int:
+    """The last page end before the last token: one token has to be computed, because logits are not cached."""
+    return (request.num_tokens - 1) // page_tokens * page_tokens
+
+
+def _decode_row(request: Request) -> PlanRow:
+    """The anchor alone: the last id, at the position that it takes."""
+    start = request.num_computed
+    if start != request.num_tokens - 1:
+        raise InvariantError(f"request {request.request_id} decodes at {start} of {request.num_tokens}")
+    return PlanRow(
+        request_id=request.request_id,
+        slot=request.slot,
+        input_ids=request.output_ids[-1:],
+        start=start,
+        page_table=tuple(request.pages),
+        num_logits=1,
+        sampling=request.message.sampling,
+        prompt_ids=request.message.prompt_ids,
+        output_ids=request.output_ids,
+    )
+
+
+def _chunk_row(request: Request, size: int) -> PlanRow:
+    """The next `size` ids of a prefill; only the last chunk samples."""
+    start, end = request.num_computed, request.num_computed + size
+    is_last = end == request.num_tokens
+    wants_prompt = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(
+        request.message.prompt_ids
+    )
+    top = request.message.sampling.top_logprobs or 0
+    return PlanRow(
+        request_id=request.request_id,
+        slot=request.slot,
+        input_ids=request.ids[start:end],
+        start=start,
+        page_table=tuple(request.pages),
+        num_logits=size if wants_prompt else int(is_last),
+        sampling=request.message.sampling if is_last else None,
+        prompt_ids=request.message.prompt_ids,
+        output_ids=request.output_ids,
+        prompt_top_logprobs=top if wants_prompt else None,
+    )

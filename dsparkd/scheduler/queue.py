@@ -1,0 +1,80 @@
+"""Waiting and running requests of one rank. Owned by the tick thread.
+
+Waiting requests start in order of arrival, but those that were put back for want of pages come first: they were
+promised progress already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from dsparkd.errors import InvariantError
+from dsparkd.scheduler.request import Request, State
+
+
+class RequestQueue:
+    """Every request between admission and its end, by id."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Request] = {}  # a dict keeps the order of arrival
+        self._retracted: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._retracted) + len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no slot."""
+        return len(self._waiting) + len(self._retracted)
+
+    def waiting(self) -> Iterator[Request]:
+        """Requests without a slot, in the order in which they may start."""
+        yield from sorted(self._retracted.values(), key=lambda request: request.arrival)
+        yield from self._waiting.values()
+
+    def running(self, state: State | None = None) -> list[Request]:
+        """Requests with a slot, oldest first; only those in `state` if it is given."""
+        found = [request for request in self._running.values() if state is None or request.state is state]
+        return sorted(found, key=lambda request: request.arrival)
+
+    def all(self) -> list[Request]:
+        """Every request, in no order that matters."""
+        return [*self._waiting.values(), *self._retracted.values(), *self._running.values()]
+
+    def find(self, request_id: str) -> Request | None:
+        """The live request with exactly this id."""
+        for table in (self._running, self._waiting, self._retracted):
+            if request_id in table:
+                return table[request_id]
+        return None
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Put new requests at the end. Raises InvariantError for an id that is alive: the parent refuses those."""
+        for request in requests:
+            if self.find(request.request_id) is not None:
+                raise InvariantError(f"request {request.request_id} is already alive on this rank")
+            self._waiting[request.request_id] = request
+
+    def start(self, request: Request) -> None:
+        """Move a request that has just been given its slot."""
+        self._take(request)
+        self._running[request.request_id] = request
+
+    def put_back(self, request: Request) -> None:
+        """Move a request that has just lost its slot to the front of those that wait."""
+        self._take(request)
+        request.move_to(State.WAITING)
+        request.num_retractions += 1
+        self._retracted[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._take(request)
+        request.move_to(State.FINISHED)
+
+    def _take(self, request: Request) -> None:
+        for table in (self._running, self._waiting, self._retracted):
+            if table.pop(request.request_id, None) is not None:
+                return
+        raise InvariantError(f"request {request.request_id} is not in the queue")

@@ -1,0 +1,196 @@
+"""Commit of a step: which ids a request keeps, when it ends and why, and what its prefix leaves in the tree.
+
+The only place that decides where an output ends. The earliest event wins: a stop id or stop string before the length
+that the same run of ids would also reach. Ids behind the event exist nowhere afterwards: not in the output, its
+log-probabilities, its usage, its pages or the prefix tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
+from dsparkd.messages import DetokenizeOptions, Finish, FinishReason, TokenDelta
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Memory, Request, State
+from dsparkd.text.stops import StopMatcher
+
+
+class TokenTexts(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that an id stands for."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether skip_special_tokens hides the id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why an output ends at its last kept id; see messages.Finish."""
+
+    reason: FinishReason
+    matched: int | str | None = None
+    cut_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has just left the queue."""
+
+    request: Request
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What one step leaves: deltas for the detokenizer, the requests that ended, ids kept of each request."""
+
+    deltas: tuple[TokenDelta, ...]
+    ended: tuple[Ended, ...]
+    advanced: tuple[tuple[Request, int], ...]
+
+
+class Committer:
+    """Owned by the tick thread. eos_ids: ids that end a text unless the request ignores them."""
+
+    def __init__(self, queue: RequestQueue, memory: Memory, texts: TokenTexts, eos_ids: frozenset[int]) -> None:
+        self._queue = queue
+        self._memory = memory
+        self._texts = texts
+        self._eos_ids = eos_ids
+
+    def commit(self, plan: Plan, output: StepOutput) -> Committed:
+        """Apply one step's outputs to its requests, row by row."""
+        if len(output.rows) != len(plan.rows):
+            raise InvariantError(f"{len(output.rows)} outputs for {len(plan.rows)} rows")
+        saves = {save.slot: save for save in plan.snapshot_saves}
+        deltas: list[TokenDelta] = []
+        ended: list[Ended] = []
+        advanced: list[tuple[Request, int]] = []
+        for row, produced in zip(plan.rows, output.rows, strict=True):
+            request = self._queue.find(row.request_id)
+            if request is None:
+                raise InvariantError(f"output of request {row.request_id}, which is not in the queue")
+            self._advance(request, row)
+            if row.slot in saves:
+                save = saves[row.slot]
+                self._memory.keep_prefix(request, save.position, save.snapshot)
+            _add_prompt_logprobs(request, row, produced)
+            if row.sampling is None:
+                continue
+            num_before = len(request.output_ids)
+            ending = self._append(request, produced.token_ids)
+            kept = len(request.output_ids) - num_before
+            advanced.append((request, kept))
+            deltas.append(self._delta(request, produced, kept, ending))
+            if ending is not None:
+                ended.append(self._end(request, ending))
+        return Committed(tuple(deltas), tuple(ended), tuple(advanced))
+
+    def abort(self, request: Request) -> tuple[TokenDelta, Ended]:
+        """End a request in whatever state it is; its last delta says so."""
+        ending = Ending("abort")
+        delta = self._delta(request, RowOutput(token_ids=()), 0, ending)
+        return delta, self._end(request, ending)
+
+    def _advance(self, request: Request, row: PlanRow) -> None:
+        """Count the ids that the step has put through the model."""
+        if request.num_computed != row.start:
+            raise InvariantError(f"request {request.request_id} stands at {request.num_computed}, ran at {row.start}")
+        request.num_computed += len(row.input_ids)
+        if request.pending_start is not None:
+            self._memory.start(request)
+
+    def _append(self, request: Request, token_ids: tuple[int, ...]) -> Ending | None:
+        """Keep ids up to and including the one that ends the output."""
+        if not token_ids:
+            raise InvariantError(f"request {request.request_id} was sampled and got no id")
+        if request.state is State.PREFILL:
+            request.move_to(State.DECODE)
+        for token_id in token_ids:
+            is_late_enough = len(request.output_ids) >= request.message.sampling.min_tokens
+            request.output_ids += (token_id,)
+            shown = self._shown(request, token_id)
+            # Both are looked at: the matcher has to see every token, and its cut reaches at least as far back.
+            ending = self._stop_string(request, shown, is_late_enough)
+            if ending is None and is_late_enough:
+                ending = self._stop_id(request, token_id, shown)
+            if ending is None and len(request.output_ids) >= request.max_outputs:
+                ending = Ending("length")
+            if ending is not None:
+                return ending
+        return None
+
+    def _shown(self, request: Request, token_id: int) -> bytes:
+        """What the id adds to the text that the client sees."""
+        hidden = request.message.skip_special_tokens and self._texts.is_special(token_id)
+        return b"" if hidden else self._texts.token_bytes(token_id)
+
+    def _stop_id(self, request: Request, token_id: int, shown: bytes) -> Ending | None:
+        sampling = request.message.sampling
+        is_eos = token_id in self._eos_ids and not sampling.ignore_eos
+        if not is_eos and token_id not in sampling.stop_ids:
+            return None
+        return Ending("stop", matched=token_id, cut_bytes=0 if sampling.include_stop else len(shown))
+
+    def _stop_string(self, request: Request, shown: bytes, is_late_enough: bool) -> Ending | None:
+        """Look for a stop string in the text so far; one that ends before min_tokens does not count."""
+        sampling = request.message.sampling
+        hit = request.stops.feed(shown)
+        if hit is not None and is_late_enough:
+            return Ending(
+                "stop", matched=hit.stop, cut_bytes=hit.after_bytes if sampling.include_stop else hit.cut_bytes
+            )
+        while hit is not None:
+            request.stops = StopMatcher(sampling.stop_strings)
+            hit = request.stops.feed(shown[len(shown) - hit.after_bytes :])
+        return None
+
+    def _delta(self, request: Request, produced: RowOutput, kept: int, ending: Ending | None) -> TokenDelta:
+        """Say what is new of a request; the first delta carries the detokenizer's options, the last one the end."""
+        options = prompt_logprobs = None
+        message = request.message
+        if not request.announced:
+            request.announced = True
+            options = DetokenizeOptions(message.sampling.stop_strings, message.skip_special_tokens)
+            if request.prompt_logprobs is not None:
+                prompt_logprobs = tuple(request.prompt_logprobs)
+        return TokenDelta(
+            request_id=request.request_id,
+            token_ids=request.output_ids[len(request.output_ids) - kept :],
+            options=options,
+            logprobs=produced.logprobs[:kept] if produced.logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
+            finish=_finish(request, ending) if ending is not None else None,
+        )
+
+    def _end(self, request: Request, ending: Ending) -> Ended:
+        if request.slot:
+            self._memory.release(request)
+        self._queue.remove(request)
+        return Ended(request, ending)
+
+
+def _add_prompt_logprobs(request: Request, row: PlanRow, produced: RowOutput) -> None:
+    """Collect what a chunk says of the prompt tokens behind its first; after a retract it is said again."""
+    if request.prompt_logprobs is None or produced.prompt_logprobs is None:
+        return
+    known = len(request.prompt_logprobs) - (row.start + 1)
+    if known < 0:
+        raise InvariantError(f"request {request.request_id} lacks log-probabilities before position {row.start + 1}")
+    request.prompt_logprobs.extend(produced.prompt_logprobs[known:])
+
+
+def _finish(request: Request, ending: Ending) -> Finish:
+    return Finish(
+        reason=ending.reason,
+        matched=ending.matched,
+        cut_bytes=ending.cut_bytes,
+        prompt_tokens=len(request.message.prompt_ids),
+        cached_tokens=request.cached_tokens or 0,
+        output_tokens=len(request.output_ids),
+    )
