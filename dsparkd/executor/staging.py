@@ -1,0 +1,241 @@
+"""Plan -> ForwardInputs: every index a forward pass reads, made from host-side lengths with numpy.
+
+Nothing here reads a device value, so building inputs never waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.plan import Plan
+from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO, KVGeometry
+from dsparkd.model.inputs import (
+    KEY_TILE,
+    ROW_TILE,
+    AttentionMetadata,
+    CompressedMetadata,
+    ForwardInputs,
+    RingGather,
+    RingStore,
+    WindowBlock,
+)
+
+Ints = NDArray[np.int64]
+
+BLOCK_TOKENS = 256  # tokens whose keys are gathered at once
+BLOCK_BYTES = 64 << 20  # and the bytes that those keys may take
+
+
+def pad_rows(count: int) -> int:
+    """Round up to whole row tiles; 0 stays 0."""
+    return -(-count // ROW_TILE) * ROW_TILE
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Host-side facts of a step: per row [B] and per padded token [T]. Padding looks like a sequence of its own
+    in the null slot whose only token, at position 0, is itself."""
+
+    slots: Ints
+    starts: Ints
+    ends: Ints
+    offsets: Ints  # first token of each row
+    row: Ints  # row of each token, 0 for padding
+    slot: Ints
+    start: Ints
+    offset: Ints  # token that holds position `start` of the same row
+    position: Ints
+    num_tokens: int
+
+
+class Stager:
+    """Builds the inputs of one rank's steps for one cache geometry and device."""
+
+    def __init__(self, geometry: KVGeometry, index_topk: int, device: torch.device) -> None:
+        self._geometry = geometry
+        self._index_topk = index_topk
+        self._device = device
+
+    def stage(self, plan: Plan) -> ForwardInputs:
+        """Lay one plan out. An empty plan gives zero tokens. Raises InvariantError for a row that cannot be right."""
+        self._check(plan)
+        tokens = _lay_out(plan)
+        input_ids = np.zeros(len(tokens.position), np.int64)
+        input_ids[: tokens.num_tokens] = np.fromiter((i for row in plan.rows for i in row.input_ids), np.int64)
+        logit_rows = _logit_rows(plan, tokens)
+        padded_logits = np.zeros(pad_rows(len(logit_rows)), np.int64)
+        padded_logits[: len(logit_rows)] = logit_rows
+        return ForwardInputs(
+            num_tokens=tokens.num_tokens,
+            input_ids=self._tensor(input_ids),
+            positions=self._tensor(tokens.position),
+            logit_rows=self._tensor(padded_logits),
+            num_logits=len(logit_rows),
+            attention=self._attention(plan, tokens),
+        )
+
+    def _check(self, plan: Plan) -> None:
+        for row in plan.rows:
+            end = row.start + len(row.input_ids)
+            if row.slot < 1 or row.start < 0 or not row.input_ids or not 0 <= row.num_logits <= len(row.input_ids):
+                raise InvariantError(f"request {row.request_id}: a row at slot {row.slot}, start {row.start}")
+            if len(row.page_table) * self._geometry.page_tokens < end:
+                raise InvariantError(f"request {row.request_id}: {len(row.page_table)} pages do not cover {end} tokens")
+
+    def _attention(self, plan: Plan, tokens: _Tokens) -> AttentionMetadata:
+        g = self._geometry
+        csa_counts = (tokens.position + 1) // CSA_RATIO
+        hca_counts = (tokens.position + 1) // HCA_RATIO
+        for counts in (csa_counts, hca_counts):
+            counts[tokens.num_tokens :] = 0
+        cuts = self._cut_blocks(csa_counts, hca_counts)
+        csa = hca = None
+        if g.num_csa_layers:
+            csa = self._compressed(plan, tokens, CSA_RATIO, csa_counts, cuts)
+        if g.num_hca_layers:
+            hca = self._compressed(plan, tokens, HCA_RATIO, hca_counts, cuts)
+        return AttentionMetadata(
+            blocks=tuple(self._window_block(tokens, start, stop) for start, stop in cuts),
+            window_store=self._store(tokens, g.window_ring_rows),
+            csa=csa,
+            hca=hca,
+        )
+
+    def _cut_blocks(self, csa_counts: Ints, hca_counts: Ints) -> list[tuple[int, int]]:
+        """Cut the tokens so that the keys and scores of one block stay within BLOCK_BYTES."""
+        g = self._geometry
+        num_tokens = len(csa_counts)
+        if not num_tokens:
+            return []
+        longest_csa = int(csa_counts.max()) if g.num_csa_layers else 0
+        longest_hca = int(hca_counts.max()) if g.num_hca_layers else 0
+        kept = g.window + max(min(longest_csa, self._index_topk), longest_hca)
+        scored = longest_csa if longest_csa > self._index_topk else 0
+        token_bytes = 4 * (kept * g.head_dim + scored * g.index_head_dim)
+        step = max(1, min(BLOCK_TOKENS, BLOCK_BYTES // token_bytes))
+        return [(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
+
+    def _window_block(self, tokens: _Tokens, start: int, stop: int) -> WindowBlock:
+        window = self._geometry.window
+        part = slice(start, stop)
+        wanted = tokens.position[part, None] + np.arange(1 - window, 1)  # [n, W]
+        keys = self._gather(
+            wanted,
+            self._geometry.window_ring_rows,
+            tokens.slot[part, None],
+            tokens.start[part, None],
+            tokens.offset[part, None],
+        )
+        hidden = self._tensor(wanted < 0) if int(wanted[:, 0].min()) < 0 else None
+        return WindowBlock(start, stop, keys, hidden)
+
+    def _compressed(
+        self, plan: Plan, tokens: _Tokens, ratio: int, counts: Ints, cuts: list[tuple[int, int]]
+    ) -> CompressedMetadata:
+        g = self._geometry
+        csa = ratio == CSA_RATIO
+        ring = g.csa_ring_rows if csa else g.hca_ring_rows
+        page_entries = g.csa_entries_per_page if csa else g.hca_entries_per_page
+        entry_slots = _entry_slots(plan, tokens.ends // ratio, page_entries)
+        closing_row, closing = _ranges(tokens.starts // ratio, tokens.ends // ratio)
+        span = np.arange(-ratio if csa else 0, ratio)  # CSA entries mix the window before their own in
+        wanted = (closing * ratio)[:, None] + span  # [N, span]
+        pick = closing_row[:, None]
+        first = np.flatnonzero(closing == 0) if csa else np.empty(0, np.int64)
+        return CompressedMetadata(
+            store=self._store(tokens, ring),
+            closing=self._gather(wanted, ring, tokens.slots[pick], tokens.starts[pick], tokens.offsets[pick]),
+            num_closing=len(closing),
+            closing_positions=self._tensor(closing * ratio),
+            closing_dst=self._tensor(entry_slots[closing_row, closing]),
+            first=self._tensor(first) if len(first) else None,
+            counts=self._tensor(counts),
+            row_ids=self._tensor(tokens.row),
+            entry_slots=self._tensor(entry_slots),
+            block_counts=tuple(int(counts[start:stop].max()) for start, stop in cuts),
+        )
+
+    def _gather(self, wanted: Ints, ring: int, slot: Ints, start: Ints, offset: Ints) -> RingGather:
+        """Say where each wanted position lies: in the chunk from `start` on, in the ring before it, nowhere below 0."""
+        in_chunk = wanted >= start
+        ring_rows = np.where(in_chunk | (wanted < 0), 0, slot * ring + wanted % ring).ravel()
+        chunk_src = (wanted - start + offset)[in_chunk]
+        return RingGather(
+            ring_rows=self._tensor(ring_rows),
+            chunk_dst=self._tensor(np.flatnonzero(in_chunk)),
+            chunk_src=self._tensor(chunk_src),
+        )
+
+    def _store(self, tokens: _Tokens, ring: int) -> RingStore:
+        """Keep the last `ring` tokens of each row."""
+        n = tokens.num_tokens
+        position = tokens.position[:n]
+        src = np.flatnonzero(position >= tokens.ends[tokens.row[:n]] - ring)
+        dst = tokens.slot[src] * ring + position[src] % ring
+        return RingStore(self._tensor(src), self._tensor(dst))
+
+    def _tensor(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _lay_out(plan: Plan) -> _Tokens:
+    """Flatten the rows, one behind the other, and pad."""
+    rows = plan.rows
+    lens = np.array([len(row.input_ids) for row in rows], np.int64)
+    starts = np.array([row.start for row in rows], np.int64)
+    slots = np.array([row.slot for row in rows], np.int64)
+    offsets = np.cumsum(lens) - lens
+    num_tokens = int(lens.sum())
+    num_padding = pad_rows(num_tokens) - num_tokens
+    row, position = _ranges(starts, starts + lens)
+
+    def padded(values: Ints, padding: Ints) -> Ints:
+        return np.concatenate((values, padding))
+
+    zeros = np.zeros(num_padding, np.int64)
+    return _Tokens(
+        slots=slots,
+        starts=starts,
+        ends=starts + lens,
+        offsets=offsets,
+        row=padded(row, zeros),
+        slot=padded(slots[row], zeros),
+        start=padded(starts[row], zeros),
+        offset=padded(offsets[row], np.arange(num_tokens, num_tokens + num_padding)),
+        position=padded(position, zeros),
+        num_tokens=num_tokens,
+    )
+
+
+def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Concatenate range(low[b], high[b]) over b; returns b and the value of each element."""
+    lens = high - low
+    owner = np.repeat(np.arange(len(lens)), lens)
+    within = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
+    return owner, low[owner] + within
+
+
+def _entry_slots(plan: Plan, num_entries: Ints, page_entries: int) -> Ints:
+    """[B, E]: flat slot of each entry of each row, the null page's past its last."""
+    longest = int(num_entries.max(initial=0))
+    width = -(-longest // KEY_TILE) * KEY_TILE
+    num_pages = -(-width // page_entries)
+    pages = np.zeros((len(plan.rows), num_pages), np.int64)
+    for b, row in enumerate(plan.rows):
+        table = row.page_table[:num_pages]
+        pages[b, : len(table)] = table
+    slots = (pages[:, :, None] * page_entries + np.arange(page_entries)).reshape(len(plan.rows), -1)[:, :width]
+    return np.where(np.arange(width) < num_entries[:, None], slots, 0)
+
+
+def _logit_rows(plan: Plan, tokens: _Tokens) -> Ints:
+    """Tokens that need logits: the last num_logits of each row."""
+    lasts = tokens.offsets + tokens.ends - tokens.starts
+    counts = np.array([row.num_logits for row in plan.rows], np.int64)
+    return _ranges(lasts - counts, lasts)[1]

@@ -1,0 +1,130 @@
+"""Sizes of cached state: what one page, one slot and one snapshot hold, in rows and bytes. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsparkd.errors import ConfigError
+
+CSA_RATIO = 4  # tokens per compressed entry of a CSA layer; its entries overlap by one window
+HCA_RATIO = 128  # tokens per compressed entry of an HCA layer
+ROW_BYTES = 4  # compressor rows are float32 whatever the model's dtype: rounding them would break resumption
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Dimensions of the per-sequence state of one model.
+
+    Widths are in elements, `kv_bytes` is the size of one window or compressed element. `gamma` is the drafter's
+    block size, 0 without a drafter: rings keep that many more rows, so that rejected rows overwrite nothing needed.
+    """
+
+    num_layers: int
+    num_csa_layers: int
+    num_hca_layers: int
+    head_dim: int
+    index_head_dim: int
+    window: int
+    gamma: int
+    page_tokens: int
+    kv_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.page_tokens <= 0 or self.page_tokens % HCA_RATIO:
+            raise ConfigError("kv.page_tokens", self.page_tokens, f"use a multiple of {HCA_RATIO}")
+
+    @property
+    def window_ring_rows(self) -> int:
+        """Window rows kept a sequence: rows are read before the chunk's are stored, so window - 1 + gamma suffice."""
+        return self.window - 1 + max(self.gamma, 1)
+
+    @property
+    def csa_ring_rows(self) -> int:
+        """Compressor rows kept a sequence in a CSA layer: two windows of 4."""
+        return 2 * CSA_RATIO - 1 + max(self.gamma, 1)
+
+    @property
+    def hca_ring_rows(self) -> int:
+        """Compressor rows kept a sequence in an HCA layer."""
+        return HCA_RATIO - 1 + max(self.gamma, 1)
+
+    @property
+    def csa_row_width(self) -> int:
+        """Elements of one CSA compressor row: value and gate, each with an A and a B half, main and indexer."""
+        return 4 * (self.head_dim + self.index_head_dim)
+
+    @property
+    def hca_row_width(self) -> int:
+        """Elements of one HCA compressor row: value and gate."""
+        return 2 * self.head_dim
+
+    @property
+    def csa_entries_per_page(self) -> int:
+        """Compressed entries, and indexer keys, of one CSA layer in one page."""
+        return self.page_tokens // CSA_RATIO
+
+    @property
+    def hca_entries_per_page(self) -> int:
+        """Compressed entries of one HCA layer in one page."""
+        return self.page_tokens // HCA_RATIO
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        csa = self.num_csa_layers * self.csa_entries_per_page * (self.head_dim + self.index_head_dim)
+        hca = self.num_hca_layers * self.hca_entries_per_page * self.head_dim
+        return (csa + hca) * self.kv_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one sequence's rings over all layers."""
+        window = self.num_layers * self.window_ring_rows * self.head_dim * self.kv_bytes
+        csa = self.num_csa_layers * self.csa_ring_rows * self.csa_row_width * ROW_BYTES
+        hca = self.num_hca_layers * self.hca_ring_rows * self.hca_row_width * ROW_BYTES
+        return window + csa + hca
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one boundary snapshot at a page end: window rows, and the A halves of the last CSA window."""
+        window = self.num_layers * self.window * self.head_dim * self.kv_bytes
+        overlap = self.num_csa_layers * CSA_RATIO * (self.csa_row_width // 2) * ROW_BYTES
+        return window + overlap
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that hold num_tokens tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """How many of each a pool has. Index 0 of pages and slots is the null one and counts here."""
+
+    num_pages: int
+    num_slots: int
+    num_snapshots: int
+
+    def device_bytes(self, geometry: KVGeometry) -> int:
+        """Bytes of device memory that a pool of these sizes takes."""
+        return (
+            self.num_pages * geometry.page_bytes
+            + self.num_slots * geometry.slot_bytes
+            + self.num_snapshots * geometry.snapshot_bytes
+        )
+
+
+def fit_pool(geometry: KVGeometry, device_bytes: int, max_rows: int, snapshot_share: float) -> PoolSizes:
+    """Divide a budget in bytes: slots for max_rows first, then snapshot_share of the rest, then pages.
+
+    Raises ConfigError naming kv.device_bytes when the slots and one page besides the null one do not fit.
+    """
+    num_slots = max_rows + 1
+    rest = device_bytes - num_slots * geometry.slot_bytes
+    num_snapshots = max(0, int(rest * snapshot_share)) // geometry.snapshot_bytes
+    if geometry.page_bytes == 0:  # a model of sliding-window layers alone keeps nothing in pages: ids are free
+        num_pages = max(0, rest - num_snapshots * geometry.snapshot_bytes) // geometry.page_tokens
+    else:
+        num_pages = (rest - num_snapshots * geometry.snapshot_bytes) // geometry.page_bytes
+    if num_pages < 2:
+        needed = num_slots * geometry.slot_bytes + 2 * geometry.page_bytes
+        raise ConfigError("kv.device_bytes", device_bytes, f"use at least {needed} bytes for {max_rows} rows")
+    return PoolSizes(num_pages=num_pages, num_slots=num_slots, num_snapshots=num_snapshots)

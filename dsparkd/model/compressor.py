@@ -1,0 +1,84 @@
+"""CSA (ratio 4, overlapping, with indexer keys) and HCA (ratio 128) key-value compression.
+
+Every token gives one float32 row: values, then gates, of every channel. An entry is the gate-softmax mean of its
+window's values, channel by channel; a CSA entry also mixes in the A halves of the window before. The indexer's small
+compressor has the same windows, so its channels lie beside the main ones and both are mixed at once.
+
+Letters: T tokens, N closing entries, c channels (d main + i indexer), d head width, i indexer width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsparkd.kv.geometry import CSA_RATIO
+from dsparkd.model.config import ModelConfig
+from dsparkd.model.inputs import CompressedMetadata, RingGather
+from dsparkd.model.layers import RotaryEmbedding, WeightSource, linear, ordered_sum, rms_norm, rotate_
+
+
+def gather_rows(ring: Tensor, chunk: Tensor, gather: RingGather) -> Tensor:
+    """Rows [M, w] out of a ring [R, w] and the chunk's own rows [T, w]."""
+    if gather.chunk_src.shape[0] == gather.ring_rows.shape[0]:
+        return chunk.index_select(0, gather.chunk_src)
+    rows = ring.index_select(0, gather.ring_rows)
+    if gather.chunk_src.shape[0]:
+        rows.index_copy_(0, gather.chunk_dst, chunk.index_select(0, gather.chunk_src))
+    return rows
+
+
+class Compressor:
+    """One layer's compressor; `name` is the official prefix of the attention, for instance layers.2.attn."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, name: str, ratio: int) -> None:
+        self._ratio = ratio
+        self._overlap = ratio == CSA_RATIO
+        self._width = config.head_dim
+        self._eps = config.rms_norm_eps
+        self._dtype = source.dtype
+        self._norm = source.float32(f"{name}.compressor.norm.weight")
+        names = [f"{name}.compressor"]
+        if self._overlap:
+            names.append(f"{name}.indexer.compressor")
+            self._key_norm = source.float32(f"{name}.indexer.compressor.norm.weight")
+        halves = 2 if self._overlap else 1
+        values, gates, apes = (
+            [source.float32(f"{part}.{suffix}") for part in names] for suffix in ("wkv.weight", "wgate.weight", "ape")
+        )
+        # [values | gates], each [A main, A index, B main, B index] (CSA) or [main] (HCA)
+        self._weight = torch.cat(
+            [part.chunk(halves)[half] for group in (values, gates) for half in range(halves) for part in group]
+        )
+        self._ape = torch.cat([part.chunk(halves, 1)[half] for half in range(halves) for part in apes], 1)
+
+    def project(self, x32: Tensor, positions: Tensor) -> Tensor:
+        """x32 [T, D] float32 -> rows [T, 2 * halves * c]: values, and gates with the bias of the token's offset."""
+        rows = linear(x32, self._weight)
+        gates = rows[:, rows.shape[1] // 2 :]
+        gates += self._ape.index_select(0, positions % self._ratio)
+        return rows
+
+    def close(
+        self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata, rotary: RotaryEmbedding
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix the entries that close in this step: entries [N, d] and, for CSA, indexer keys [N, i], model dtype."""
+        spans = gather_rows(ring, rows, metadata.closing).unflatten(0, (metadata.num_closing, -1))
+        if self._overlap:
+            halves = spans.unflatten(2, (2, 2, -1))  # [N, 8, value | gate, A | B, c]
+            spans = torch.cat((halves[:, :CSA_RATIO, :, 0], halves[:, CSA_RATIO:, :, 1]), 1)  # [N, 8, 2, c]
+            if metadata.first is not None:
+                spans[metadata.first, :CSA_RATIO, 1] = -torch.inf
+        else:
+            spans = spans.unflatten(2, (2, -1))  # [N, 128, 2, c]
+        values, gates = spans[:, :, 0], spans[:, :, 1]
+        shares = (gates - gates.amax(1, keepdim=True)).exp_()
+        mixed = ordered_sum(shares * values, 1).div_(ordered_sum(shares, 1)).to(self._dtype)  # cast before the norm
+        rotation = rotary.at(metadata.closing_positions)
+        entries = rms_norm(mixed[:, : self._width], self._norm, self._eps)
+        rotate_(entries[:, None], rotation)
+        if not self._overlap:
+            return entries, None
+        keys = rms_norm(mixed[:, self._width :], self._key_norm, self._eps)
+        rotate_(keys[:, None], rotation)
+        return entries, keys

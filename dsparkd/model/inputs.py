@@ -1,0 +1,110 @@
+"""ForwardInputs and AttentionMetadata: what a forward pass reads, laid out by executor/staging.py.
+
+Letters: T padded tokens, B rows, W window, M gathered rows, N closing entries, E entries a row may see.
+All index tensors are int64 on the model's device. Padding tokens are the last ones; they are routed to no expert,
+store nothing, and see one key: their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+ROW_TILE = 16  # tokens are padded to a multiple: below 4 rows a row's bits depend on how many there are
+KEY_TILE = 64  # compressed keys are reduced in tiles of this many: then a longer neighbour changes no bits
+
+
+@dataclass(frozen=True, slots=True)
+class RingGather:
+    """Rows by position, out of a ring as it was before this step and out of this step's own rows.
+
+    ring_rows [M]: flat ring row of each, 0 (the null slot's) where the chunk supplies it or it does not exist.
+    chunk_dst, chunk_src [K]: place in 0..M-1, and token in 0..T-1 that it takes.
+    """
+
+    ring_rows: Tensor
+    chunk_dst: Tensor
+    chunk_src: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RingStore:
+    """Tokens whose rows stay in a ring: src [K] token, dst [K] flat ring row."""
+
+    src: Tensor
+    dst: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBlock:
+    """Window keys of tokens start..stop-1: W a token, oldest first, the token's own last.
+
+    hidden [stop - start, W] bool marks positions before 0; None when there are none.
+    """
+
+    start: int
+    stop: int
+    keys: RingGather
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedMetadata:
+    """One compression ratio: which entries close in this step, and which each token sees.
+
+    store: rows that stay in the ring.
+    closing: span rows (8 CSA, 128 HCA) of each of N entries, oldest first, M = N * span.
+    num_closing: N. closing_positions [N]: first token of the entry's own window, for RoPE.
+    closing_dst [N]: flat entry slot in the pages.
+    first [F]: which of the N have no window before their own (CSA).
+    counts [T]: entries a token sees, 0 for padding. row_ids [T]: row of entry_slots.
+    entry_slots [B, E]: flat entry slot of each entry of each row, 0 past its end; E is a multiple of KEY_TILE.
+    block_counts: most entries that a token of each attention block sees.
+    """
+
+    store: RingStore
+    closing: RingGather
+    num_closing: int
+    closing_positions: Tensor
+    closing_dst: Tensor
+    first: Tensor | None
+    counts: Tensor
+    row_ids: Tensor
+    entry_slots: Tensor
+    block_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Positions of keys for one step. csa and hca are None when the model has no such layers.
+
+    blocks cut the tokens so that gathered keys stay small; where the cuts lie changes no bits.
+    """
+
+    blocks: tuple[WindowBlock, ...]
+    window_store: RingStore
+    csa: CompressedMetadata | None
+    hca: CompressedMetadata | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """One rank's tokens of one step.
+
+    input_ids [T] int64, positions [T] int64; tokens num_tokens..T-1 are padding.
+    logit_rows [L] int64: tokens that need logits, padded to a multiple of ROW_TILE with token 0;
+    the first num_logits are real, in plan order.
+    """
+
+    num_tokens: int
+    input_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    num_logits: int
+    attention: AttentionMetadata
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """T: what this rank announces in ExpertExchange.begin_step."""
+        return self.input_ids.shape[0]

@@ -1,0 +1,142 @@
+"""RMSNorm, linear, RoPE and the activations that several layers share.
+
+Every function here gives a row the same bits in any batch on the cpu in float32. Therefore torch.sigmoid, silu and
+softplus are spelled with exp (their vector bodies and tails differ), sums over a dimension that is not the last are
+adds in a fixed order, and products that could be contracted to a fused multiply-add are separate operations.
+
+Letters: T tokens, h heads, d head width, r rotary width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dsparkd.model.config import ModelConfig, YarnScaling
+
+
+class WeightSource(Protocol):
+    """Where layers take their parameters from, by official name, on the model's device."""
+
+    dtype: torch.dtype  # of activations and linears
+
+    def linear(self, name: str) -> Tensor:
+        """Weight [O, I] of the linear NAME in the model's dtype, dequantised."""
+
+    def float32(self, name: str) -> Tensor:
+        """The tensor NAME in float32."""
+
+    def integer(self, name: str) -> Tensor:
+        """The int64 tensor NAME."""
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, I] times weight [O, I] transposed, in their common dtype; M is a multiple of ROW_TILE."""
+    return functional.linear(x, weight)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """x [..., n] float32 -> (mean of squares + eps) ** -1/2, [..., 1]."""
+    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., n] any dtype, weight [n] float32; float32 inside, one cast back."""
+    x32 = x.float()
+    return (x32 * inverse_rms(x32, eps)).mul_(weight).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Logistic function, elementwise, float32."""
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), elementwise, float32."""
+    return x / x.neg().exp_().add_(1)
+
+
+def sqrt_softplus(x: Tensor) -> Tensor:
+    """sqrt(ln(1 + e^x)), elementwise, float32; linear under the root above 20, where e^x is all that counts."""
+    return torch.where(x > 20, x, x.exp().log1p_()).sqrt_()
+
+
+def ordered_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum over `dim` by halving: elementwise adds alone, so the other dimensions' sizes change no bits."""
+    while (n := x.shape[dim]) > 1:
+        half = n // 2
+        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat((total, x.narrow(dim, n - 1, 1)), dim) if n % 2 else total
+    return x.squeeze(dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin of T positions, [T, 1, r] float32; pair i fills 2i and 2i+1, sin with signs -, +."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def inverse(self) -> Rotation:
+        """The rotation by the negated angles."""
+        return Rotation(self.cos, self.sin.neg())
+
+    def rows(self, start: int, stop: int) -> Rotation:
+        """The rotation of positions start..stop-1."""
+        return Rotation(self.cos[start:stop], self.sin[start:stop])
+
+
+def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate interleaved pairs of the last r of d dims of x [T, h, d] in place; float32 inside."""
+    tail = x[..., x.shape[-1] - rotation.cos.shape[-1] :]
+    tail32 = tail.float()
+    swapped = tail32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    tail.copy_((tail32 * rotation.cos).add_(swapped.mul_(rotation.sin)))
+    return x
+
+
+class RotaryEmbedding:
+    """Angles of one base. frequencies [r] float32: each pair's, twice."""
+
+    def __init__(self, rotary_dim: int, base: float, scaling: YarnScaling | None, device: torch.device) -> None:
+        frequencies = rotary_frequencies(rotary_dim, base, scaling)
+        self._frequencies = frequencies.repeat_interleave(2).to(device)
+        self._signs = torch.tensor([-1.0, 1.0], device=device).repeat(rotary_dim // 2)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """positions [T] int64 -> their rotation. Angles are float32, as the released weights were trained."""
+        angles = positions.float()[:, None, None] * self._frequencies
+        return Rotation(angles.cos(), angles.sin().mul_(self._signs))
+
+
+def rotary_frequencies(rotary_dim: int, base: float, scaling: YarnScaling | None) -> Tensor:
+    """[r / 2] float32, radians a token; YaRN blends in frequencies divided by its factor, and scales no magnitude."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    plain = 1.0 / (base**exponents)
+    if scaling is None:
+        return plain
+
+    def pair_of(rotations: float) -> float:
+        turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return rotary_dim * math.log(turns) / (2 * math.log(base))
+
+    low = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_of(scaling.beta_slow)), rotary_dim - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / span).clamp_(0, 1)
+    return plain * (1 - ramp) + plain / scaling.factor * ramp
+
+
+def main_rotary(config: ModelConfig, device: torch.device) -> RotaryEmbedding:
+    """Angles of sliding-window layers and draft stages: plain."""
+    return RotaryEmbedding(config.qk_rope_head_dim, config.rope_theta, None, device)
+
+
+def compressed_rotary(config: ModelConfig, device: torch.device) -> RotaryEmbedding:
+    """Angles of everything in layers that compress."""
+    return RotaryEmbedding(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling, device)

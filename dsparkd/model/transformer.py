@@ -1,0 +1,104 @@
+"""Target model: block, stack, head, and the features that the draft reads.
+
+Letters: T padded tokens, L padded logit rows, S streams, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsparkd.kv.pool import KVPool
+from dsparkd.model.attention import Attention, Rotations
+from dsparkd.model.config import ModelConfig
+from dsparkd.model.hyper_connection import HyperConnection, HyperHead
+from dsparkd.model.inputs import ForwardInputs
+from dsparkd.model.layers import WeightSource, compressed_rotary, linear, main_rotary, ordered_sum, rms_norm
+from dsparkd.model.moe import ExpertExchange, MoE
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutputs:
+    """logits [num_logits, V] float32 in plan order; taps [T, layers * D] in the model's dtype, when asked for."""
+
+    logits: Tensor
+    taps: Tensor | None
+
+
+class Block:
+    """One layer: attention, then experts, each inside its own hyper-connection."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int, rank: int) -> None:
+        prefix = f"layers.{layer}"
+        self._eps = config.rms_norm_eps
+        self._attention_connection = HyperConnection(config, source, f"{prefix}.hc_attn")
+        self._attention_norm = source.float32(f"{prefix}.attn_norm.weight")
+        self.attention = Attention(config, source, layer)
+        self._experts_connection = HyperConnection(config, source, f"{prefix}.hc_ffn")
+        self._experts_norm = source.float32(f"{prefix}.ffn_norm.weight")
+        self.moe = MoE(config, source, f"{prefix}.ffn", layer < config.num_hash_layers, rank)
+
+    def forward(
+        self, streams: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool, exchange: ExpertExchange
+    ) -> Tensor:
+        """streams [T, S, D] -> the next layer's."""
+        x, mix = self._attention_connection.collapse(streams)
+        x = rms_norm(x, self._attention_norm, self._eps)
+        x = self.attention.forward(x, inputs, rotations, pool)
+        streams = self._attention_connection.expand(x, streams, mix)
+        x, mix = self._experts_connection.collapse(streams)
+        x = rms_norm(x, self._experts_norm, self._eps)
+        x = self.moe.forward(x, inputs.input_ids, inputs.num_tokens, exchange)
+        return self._experts_connection.expand(x, streams, mix)
+
+
+class Transformer:
+    """The main model with one rank's expert shard. Stateless between steps: state lives in the pool."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, rank: int, device: torch.device) -> None:
+        self.config = config
+        self.dtype = source.dtype
+        self.device = device
+        self._embedding = source.linear("embed")
+        self.blocks = [Block(config, source, layer, rank) for layer in range(config.num_hidden_layers)]
+        self._head_connection = HyperHead(config, source, "")
+        self._norm = source.float32("norm.weight")
+        self._head = source.float32("head.weight")  # the product is float32: its weight is stored so
+        self._main_rotary = main_rotary(config, device)
+        self._compressed_rotary = compressed_rotary(config, device)
+
+    @torch.inference_mode()
+    def forward(
+        self, inputs: ForwardInputs, pool: KVPool, exchange: ExpertExchange, taps: tuple[int, ...] = ()
+    ) -> ForwardOutputs:
+        """Run one step. The caller has announced both ranks' counts with exchange.begin_step.
+
+        taps: layers whose output streams are wanted, averaged over the streams, side by side in this order.
+        A rank without tokens takes part with its experts and returns zero logits.
+        """
+        if not inputs.num_padded_tokens:
+            for block in self.blocks:
+                block.moe.assist(exchange, self.device)
+            return ForwardOutputs(torch.empty((0, self.config.vocab_size), device=self.device), None)
+        main = Rotations.of(self._main_rotary, inputs.positions)
+        compressed = Rotations.of(self._compressed_rotary, inputs.positions)
+        embedded = self._embedding.index_select(0, inputs.input_ids)
+        streams = embedded[:, None].repeat(1, self.config.hc_mult, 1)  # [T, S, D]
+        tapped: dict[int, Tensor] = {}
+        for layer, block in enumerate(self.blocks):
+            rotations = compressed if block.attention.ratio else main
+            streams = block.forward(streams, inputs, rotations, pool, exchange)
+            if layer in taps:
+                tapped[layer] = (ordered_sum(streams.float(), 1) / self.config.hc_mult).to(self.dtype)
+        features = torch.cat([tapped[layer] for layer in taps], 1) if taps else None
+        return ForwardOutputs(self._logits(streams, inputs), features)
+
+    def _logits(self, streams: Tensor, inputs: ForwardInputs) -> Tensor:
+        """Project the rows that need it: [num_logits, V] float32."""
+        if not inputs.num_logits:
+            return torch.empty((0, self.config.vocab_size), device=self.device)
+        hidden = self._head_connection.collapse(streams.index_select(0, inputs.logit_rows))
+        hidden = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        return linear(hidden.float(), self._head)[: inputs.num_logits]

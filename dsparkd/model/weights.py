@@ -1,0 +1,252 @@
+"""safetensors -> parameters: the official layout, dequantised; none missing, none left over.
+
+Files are memory-mapped; a rank reads the common tensors and its own half of the routed experts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dsparkd.errors import CheckpointError, InvariantError
+from dsparkd.model.checkpoint import (
+    FP4_GROUP,
+    FP8_BLOCK,
+    StoredDtype,
+    TensorSpec,
+    Use,
+    expected_tensors,
+    nextn_tensors,
+)
+from dsparkd.model.config import ModelConfig
+from dsparkd.model.moe import NUM_SHARDS, Experts, LocalExpertExchange
+from dsparkd.model.transformer import Transformer
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
+
+# E2M1 by its 4 bits: sign, two of exponent, one of mantissa.
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def load_transformer(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    progress: Progress | None = None,
+) -> Transformer:
+    """Load the target with one rank's experts. Raises CheckpointError naming the file or tensor that is wrong."""
+    with Checkpoint(directory, config, dtype, device, (rank,), progress) as checkpoint:
+        model = Transformer(config, checkpoint, rank, device)
+        checkpoint.finish()
+    return model
+
+
+def load_both_shards(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Transformer, LocalExpertExchange]:
+    """Load the whole model into one process: rank 0's, and the exchange that stands for rank 1."""
+    with Checkpoint(directory, config, dtype, device, tuple(range(NUM_SHARDS))) as checkpoint:
+        model = Transformer(config, checkpoint, 0, device)
+        peer = [Experts(config, checkpoint, f"layers.{layer}.ffn.experts", 1) for layer in range(len(model.blocks))]
+        checkpoint.finish()
+    return model, LocalExpertExchange(peer)
+
+
+class Checkpoint:
+    """An opened checkpoint as a WeightSource. Every tensor of its files is checked when it opens."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: tuple[int, ...],
+        progress: Progress | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._files = {path.name: _open(path) for path in _list_files(directory)}
+        try:
+            self._file_of = self._locate(directory)
+            self._specs = expected_tensors(config)
+            if "mtp.0.e_proj.weight" in self._file_of and config.dspark is None:
+                self._specs |= nextn_tensors(config)
+            self._check(directory)
+            per_rank = config.n_routed_experts // NUM_SHARDS
+            self._unread = {
+                name for name, spec in self._specs.items() if _wanted(spec, ranks, per_rank)
+            }  # names that the model has still to take
+            self._total_bytes = sum(_num_bytes(self._specs[name]) for name in self._unread)
+            self._read_bytes = 0
+        except CheckpointError:
+            self._close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def linear(self, name: str) -> Tensor:
+        """Weight [O, I] of the linear NAME in the model's dtype, dequantised."""
+        stored = self._read(f"{name}.weight")
+        if stored.dtype in (torch.float32, torch.bfloat16):
+            return self._place(stored, self.dtype)
+        scale = decode_e8m0(self._read(f"{name}.scale").view(torch.uint8))
+        decode = decode_fp4 if stored.dtype == torch.int8 else decode_fp8
+        return self._place(decode(stored, scale), self.dtype)
+
+    def float32(self, name: str) -> Tensor:
+        """The tensor NAME in float32."""
+        return self._place(self._read(name), torch.float32)
+
+    def integer(self, name: str) -> Tensor:
+        """The int64 tensor NAME."""
+        return self._place(self._read(name), torch.int64)
+
+    def finish(self) -> None:
+        """Raise InvariantError if a tensor that this rank needs was never taken."""
+        if self._unread:
+            raise InvariantError(f"{len(self._unread)} tensors were not loaded, {min(self._unread)} first")
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self._unread:
+            raise InvariantError(f"tensor {name} is read twice or is not this rank's")
+        self._unread.remove(name)
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        self._read_bytes += tensor.numel() * tensor.itemsize
+        if self._progress is not None:
+            self._progress(self._read_bytes, self._total_bytes)
+        return tensor
+
+    def _place(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy to the device, always: the file's mapping ends with this object."""
+        return tensor.to(device=self._device, dtype=dtype, copy=True)
+
+    def _locate(self, directory: Path) -> dict[str, str]:
+        """Map tensor names to file names; the index and the files must say the same."""
+        located: dict[str, str] = {}
+        for file_name, file in self._files.items():
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name in located:
+                    raise CheckpointError(f"{directory}: tensor {name} is in {located[name]} and in {file_name}")
+                located[name] = file_name
+        weight_map = _read_index(directory)
+        if weight_map is not None and weight_map != located:
+            wrong = min(
+                name for name in weight_map.keys() | located.keys() if weight_map.get(name) != located.get(name)
+            )
+            place = located.get(wrong, "no file")
+            raise CheckpointError(
+                f"{directory}: the index puts tensor {wrong} in {weight_map.get(wrong)}, it is in {place}"
+            )
+        return located
+
+    def _check(self, directory: Path) -> None:
+        """Compare the files' tensors with the expected ones."""
+        _raise_for(directory, "missing tensor", self._specs.keys() - self._file_of.keys())
+        _raise_for(directory, "unknown tensor", self._file_of.keys() - self._specs.keys())
+        for name, spec in self._specs.items():
+            header = self._files[self._file_of[name]].get_slice(name)
+            dtype, shape = header.get_dtype(), tuple(header.get_shape())
+            if dtype != spec.dtype:
+                raise CheckpointError(f"{directory}: tensor {name} is {dtype}, expected {spec.dtype}")
+            if shape != spec.shape:
+                raise CheckpointError(
+                    f"{directory}: tensor {name} has shape {list(shape)}, expected {list(spec.shape)}"
+                )
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+
+
+def decode_e8m0(codes: Tensor) -> Tensor:
+    """Bytes b, uint8 of any shape -> 2 ** (b - 127) float32; 255 is NaN."""
+    bits = codes.int() << 23
+    bits = torch.where(codes == 0, 1 << 22, bits)  # 2 ** -127 is subnormal
+    return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def decode_fp8(weight: Tensor, scale: Tensor) -> Tensor:
+    """weight [O, I] float8_e4m3fn, scale [ceil(O/128), ceil(I/128)] float32 -> [O, I] float32."""
+    rows, columns = weight.shape
+    tall = scale.repeat_interleave(FP8_BLOCK, 0)[:rows]
+    return weight.float() * tall.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+
+
+def decode_fp4(weight: Tensor, scale: Tensor) -> Tensor:
+    """weight [O, I/2] int8, two codes a byte, even column low; scale [O, ceil(I/32)] float32 -> [O, I] float32."""
+    codes = weight.view(torch.uint8)
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
+    values = torch.tensor(FP4_VALUES)[pairs.long()]
+    return values * scale.repeat_interleave(FP4_GROUP, 1)[:, : values.shape[1]]
+
+
+def _wanted(spec: TensorSpec, ranks: tuple[int, ...], per_rank: int) -> bool:
+    """Say whether these ranks load the tensor."""
+    if spec.use is Use.EXPERT:
+        assert spec.expert is not None
+        return spec.expert // per_rank in ranks
+    return spec.use is Use.TARGET
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    sizes = {StoredDtype.BF16: 2, StoredDtype.F32: 4, StoredDtype.I64: 8}
+    count = 1
+    for dim in spec.shape:
+        count *= dim
+    return count * sizes.get(spec.dtype, 1)
+
+
+def _raise_for(directory: Path, what: str, names: Iterable[str]) -> None:
+    found = sorted(names)
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise CheckpointError(f"{directory}: {what} {found[0]}{more}")
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Read the shard index; None when the checkpoint is one file."""
+    path = directory / "model.safetensors.index.json"
+    if not path.exists():
+        return None
+    try:
+        index = json.loads(path.read_bytes())
+        weight_map = index["weight_map"]
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
+            raise ValueError("weight_map must map names to file names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error!r}") from error
+    return dict(weight_map)
+
+
+def _list_files(directory: Path) -> list[Path]:
+    weight_map = _read_index(directory)
+    if weight_map is None:
+        return [directory / "model.safetensors"]
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{directory}: the index names {name!r}, which is not a plain file name")
+    return [directory / name for name in names]
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error}") from error
