@@ -368,7 +368,7 @@ class Router:
         return min(ranks, key=lambda rank: self._board.order(rank, planned[rank]), default=None)
 
     def _end(self, handle: RequestHandle) -> None:
-        """Take the load back. The id stays taken until the rank has answered: a late answer must not hit a new owner."""
+        """Take the load back. The id stays taken until the rank has answered: a late answer must meet no new owner."""
         if not handle.finished:
             handle.finished = True
             self._outstanding[handle.dp_rank] -= 1
