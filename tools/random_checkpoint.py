@@ -108,7 +108,7 @@ def write_checkpoint(
     if num_shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return config
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file_name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = {name: tensors[name] for name in list(tensors)[shard::num_shards]}
@@ -217,6 +217,7 @@ def write_nano(directory: Path, seed: int) -> ModelConfig:
     tokenizer = train_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
     noise_token_id = tokenizer.token_to_id(NOISE_TOKEN)
+    assert noise_token_id is not None
     return write_checkpoint(directory, nano_config(tokenizer.get_vocab_size(), noise_token_id), seed)
 
 

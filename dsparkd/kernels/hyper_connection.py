@@ -22,7 +22,7 @@ def mixing_weights(
     gates = weights[:, : 2 * S].neg().exp_().add_(1).reciprocal_()  # sigmoid, spelled so that bits fit any batch
     pre = gates[:, :S] + eps
     post = gates[:, S:] * 2
-    comb = torch.softmax(weights[:, 2 * S :].unflatten(1, (S, S)), dim=-1).add_(eps)
+    comb = torch.softmax(weights[:, 2 * S :].reshape(-1, S, S), dim=-1).add_(eps)
     comb.div_(column_sums(comb).add_(eps))
     for _ in range(iterations - 1):
         comb.div_(row_sums(comb).add_(eps))
@@ -31,7 +31,7 @@ def mixing_weights(
 
 
 def column_sums(comb: Tensor) -> Tensor:
-    """Sum over the source index of comb [T, S, S], [T, 1, S]; adds in ascending order, for the same bits in any batch."""
+    """Sum over the source index of comb [T, S, S], [T, 1, S]; ascending adds give the same bits in any batch."""
     total = comb[:, 0:1].clone()
     for j in range(1, comb.shape[1]):
         total.add_(comb[:, j : j + 1])

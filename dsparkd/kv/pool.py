@@ -79,7 +79,8 @@ class KVPool:
         window = slice(snapshot * g.window, (snapshot + 1) * g.window)
         overlap = slice(snapshot * CSA_RATIO, (snapshot + 1) * CSA_RATIO)
         self.window_snapshots[:, window] = self.window[:, window_rows]
-        rows = self.csa_rows[:, overlap_rows].unflatten(2, (2, 2, -1))  # [layers, 4, value | gate, A | B, d + i]
+        rows = self.csa_rows[:, overlap_rows]  # [layers, 4, w]
+        rows = rows.view(*rows.shape[:2], 2, 2, -1)  # [layers, 4, value | gate, A | B, d + i]
         self.overlap_snapshots[:, overlap] = rows[:, :, :, 0].flatten(2)
 
     def load_snapshot(self, slot: int, snapshot: int, position: int) -> None:
@@ -91,7 +92,8 @@ class KVPool:
         window = slice(snapshot * g.window, (snapshot + 1) * g.window)
         overlap = slice(snapshot * CSA_RATIO, (snapshot + 1) * CSA_RATIO)
         self.window[:, window_rows] = self.window_snapshots[:, window]
-        half = self.overlap_snapshots[:, overlap].unflatten(2, (2, 1, -1))  # [layers, 4, value | gate, A, d + i]
+        half = self.overlap_snapshots[:, overlap]  # [layers, 4, w / 2]
+        half = half.reshape(*half.shape[:2], 2, 1, -1)  # [layers, 4, value | gate, A, d + i]
         rows = torch.cat((half, torch.zeros_like(half)), dim=3)
         self.csa_rows[:, overlap_rows] = rows.flatten(2)
 
@@ -103,8 +105,8 @@ class KVPool:
         if position <= 0 or position % g.page_tokens:
             raise InvariantError(f"a snapshot at position {position} is not at the end of a {g.page_tokens}-token page")
         device = self.window.device
-        # A ring may be one row shorter than the rows before a boundary: no query needs the oldest one, so it may
-        # be any row. Rows before position 0 are the null slot's.
+        # Once a verify step has stored rows behind the boundary, the oldest of these rows may be a newer one; no query
+        # at the boundary or behind it needs that one. Rows before position 0 are the null slot's.
         ring, rows = g.window_ring_rows, torch.arange(position - g.window, position, device=device)
         window_rows = torch.where(rows < 0, 0, slot * ring + rows % ring)
         ring, rows = g.csa_ring_rows, torch.arange(position - CSA_RATIO, position, device=device)

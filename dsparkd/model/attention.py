@@ -60,7 +60,7 @@ class Attention:
         scale = torch.full_like(kv_norm, self._width**-0.5)
         self._norms = torch.cat((scale.expand(self._heads, -1), kv_norm[None]))
         self._sink = source.float32(f"{name}.attn_sink")[None, :, None]
-        wo_a = source.linear(f"{name}.wo_a").unflatten(0, (self._groups, -1))  # [G, o_lora, H / G * d]
+        wo_a = source.linear(f"{name}.wo_a").view(self._groups, config.o_lora_rank, -1)  # [G, o_lora, H / G * d]
         self._wo_a = wo_a.transpose(1, 2).contiguous()
         self._wo_b = source.linear(f"{name}.wo_b")
         self._compressor = Compressor(config, source, name, self.ratio) if self.ratio else None
@@ -83,7 +83,7 @@ class Attention:
     def _heads_of(self, residual: Tensor, latent: Tensor, rotation: Rotation) -> Tensor:
         """Queries and, as one more head, the window key: normed, scaled, rotated. [T, H + 1, d]"""
         query = linear(residual, self._wq_b)
-        heads = torch.cat((query, latent), 1).unflatten(1, (self._heads + 1, self._width))
+        heads = torch.cat((query, latent), 1).view(-1, self._heads + 1, self._width)
         heads32 = heads.float()
         heads32 = heads32 * inverse_rms(heads32, self._eps)
         return rotate_(heads32.mul_(self._norms).to(heads.dtype), rotation)
@@ -147,7 +147,9 @@ class Attention:
         hidden = torch.arange(width, device=slots.device) >= metadata.counts[part, None]
         slots.masked_fill_(hidden, 0)  # a row's entry that closes later in the chunk is another token's future
         if self._indexer is not None and most > self._indexer.topk:
-            assert entries.keys is not None and entries.query is not None and entries.weights is not None
+            assert entries.keys is not None
+            assert entries.query is not None
+            assert entries.weights is not None
             keys = entries.keys.index_select(0, slots.view(-1)).view(*slots.shape, -1).float()
             slots, hidden = self._indexer.select(entries.query[part], entries.weights[part], keys, slots, hidden)
         rows = entries.slots.index_select(0, slots.view(-1)).view(*slots.shape, -1)
@@ -198,7 +200,7 @@ def attend_tiles(
     more = more.sub_(top).exp_()
     total = shares.sum(-1, keepdim=True)
     output = torch.bmm(shares, window)
-    tile_totals = more.unflatten(-1, (-1, KEY_TILE)).sum(-1)
+    tile_totals = more.view(*more.shape[:2], -1, KEY_TILE).sum(-1)
     for tile in range(tile_totals.shape[-1]):
         part = slice(tile * KEY_TILE, (tile + 1) * KEY_TILE)
         total.add_(tile_totals[..., tile : tile + 1])

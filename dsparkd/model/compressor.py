@@ -63,14 +63,14 @@ class Compressor:
         self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata, rotary: RotaryEmbedding
     ) -> tuple[Tensor, Tensor | None]:
         """Mix the entries that close in this step: entries [N, d] and, for CSA, indexer keys [N, i], model dtype."""
-        spans = gather_rows(ring, rows, metadata.closing).unflatten(0, (metadata.num_closing, -1))
+        spans = gather_rows(ring, rows, metadata.closing)  # [N * span, w]
         if self._overlap:
-            halves = spans.unflatten(2, (2, 2, -1))  # [N, 8, value | gate, A | B, c]
+            halves = spans.view(metadata.num_closing, 2 * CSA_RATIO, 2, 2, -1)  # [N, 8, value | gate, A | B, c]
             spans = torch.cat((halves[:, :CSA_RATIO, :, 0], halves[:, CSA_RATIO:, :, 1]), 1)  # [N, 8, 2, c]
             if metadata.first is not None:
                 spans[metadata.first, :CSA_RATIO, 1] = -torch.inf
         else:
-            spans = spans.unflatten(2, (2, -1))  # [N, 128, 2, c]
+            spans = spans.view(metadata.num_closing, self._ratio, 2, -1)  # [N, 128, 2, c]
         values, gates = spans[:, :, 0], spans[:, :, 1]
         shares = (gates - gates.amax(1, keepdim=True)).exp_()
         mixed = ordered_sum(shares * values, 1).div_(ordered_sum(shares, 1)).to(self._dtype)  # cast before the norm

@@ -25,7 +25,7 @@ class Indexer:
 
     def query(self, residual: Tensor, x32: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """residual [T, q_lora], x32 [T, D] float32 -> float32 queries [T, h, i] and head weights [T, h]."""
-        query = linear(residual, self._wq_b).unflatten(1, (self._heads, -1))
+        query = linear(residual, self._wq_b).view(residual.shape[0], self._heads, -1)
         return rotate_(query, rotation).float(), linear(x32, self._head_weights)
 
     def select(

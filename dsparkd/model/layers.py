@@ -95,7 +95,7 @@ def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate interleaved pairs of the last r of d dims of x [T, h, d] in place; float32 inside."""
     tail = x[..., x.shape[-1] - rotation.cos.shape[-1] :]
     tail32 = tail.float()
-    swapped = tail32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped = tail32.view(*tail32.shape[:-1], -1, 2).flip(-1).view(tail32.shape)
     tail.copy_((tail32 * rotation.cos).add_(swapped.mul_(rotation.sin)))
     return x
 

@@ -30,7 +30,7 @@ class ExpertExchange(Protocol):
         """Announce the padded token counts of rank 0 and rank 1 for every layer of one forward pass."""
 
     def gather(self, rows: Tensor) -> Tensor:
-        """rows [T, C] float32 of this rank -> [R, C], rank 0's first. The words are bit patterns: copy, never compute."""
+        """rows [T, C] float32 of this rank -> [R, C], rank 0's first. The words are bit patterns: only copy them."""
 
     def combine(self, partial: Tensor) -> Tensor:
         """partial [R, D] float32, this rank's experts for all rows -> [2, T, D]: both ranks' for this rank's rows."""

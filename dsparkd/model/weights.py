@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,6 +59,28 @@ def load_both_shards(
         peer = [Experts(config, checkpoint, f"layers.{layer}.ffn.experts", 1) for layer in range(len(model.blocks))]
         checkpoint.finish()
     return model, LocalExpertExchange(peer)
+
+
+class _Header(Protocol):
+    """What the safetensors header says of one tensor."""
+
+    def get_dtype(self) -> str: ...
+
+    def get_shape(self) -> list[int]: ...
+
+
+class _File(Protocol):
+    """The part of safetensors' mapped file that is used; the package ships no types for it."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> _Header: ...
+
+    def __enter__(self) -> _File: ...
+
+    def __exit__(self, kind: None, error: None, trace: None) -> None: ...
 
 
 class Checkpoint:
@@ -126,7 +149,7 @@ class Checkpoint:
         if name not in self._unread:
             raise InvariantError(f"tensor {name} is read twice or is not this rank's")
         self._unread.remove(name)
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        tensor = self._files[self._file_of[name]].get_tensor(name)
         self._read_bytes += tensor.numel() * tensor.itemsize
         if self._progress is not None:
             self._progress(self._read_bytes, self._total_bytes)
@@ -245,8 +268,8 @@ def _list_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _open(path: Path) -> safe_open:
+def _open(path: Path) -> _File:
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return cast(_File, safe_open(path, framework="pt", device="cpu"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be opened: {error}") from error
