@@ -19,6 +19,7 @@ class RequestQueue:
         self._waiting: dict[str, Request] = {}  # a dict keeps the order of arrival
         self._retracted: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
+        self._num_waiting_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._retracted) + len(self._running)
@@ -27,6 +28,20 @@ class RequestQueue:
     def num_waiting(self) -> int:
         """Requests that hold no slot."""
         return len(self._waiting) + len(self._retracted)
+
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Tokens that are known and not computed: whole sequences that wait, what prefills lack, one a decode row."""
+        running = self._running.values()
+        return self._num_waiting_tokens + sum(request.num_tokens - request.num_computed for request in running)
+
+    def counts(self) -> dict[State, int]:
+        """Requests by state."""
+        return {
+            State.WAITING: self.num_waiting,
+            State.PREFILL: len(self.running(State.PREFILL)),
+            State.DECODE: len(self.running(State.DECODE)),
+        }
 
     def waiting(self) -> Iterator[Request]:
         """Requests without a slot, in the order in which they may start."""
@@ -55,6 +70,7 @@ class RequestQueue:
             if self.find(request.request_id) is not None:
                 raise InvariantError(f"request {request.request_id} is already alive on this rank")
             self._waiting[request.request_id] = request
+            self._num_waiting_tokens += request.num_tokens
 
     def start(self, request: Request) -> None:
         """Move a request that has just been given its slot."""
@@ -67,6 +83,7 @@ class RequestQueue:
         request.move_to(State.WAITING)
         request.num_retractions += 1
         self._retracted[request.request_id] = request
+        self._num_waiting_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -76,5 +93,7 @@ class RequestQueue:
     def _take(self, request: Request) -> None:
         for table in (self._running, self._waiting, self._retracted):
             if table.pop(request.request_id, None) is not None:
+                if table is not self._running:
+                    self._num_waiting_tokens -= request.num_tokens
                 return
         raise InvariantError(f"request {request.request_id} is not in the queue")

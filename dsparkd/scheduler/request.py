@@ -95,10 +95,12 @@ class Request:
 class Memory:
     """What requests take from the device: a slot, pages, the lock on the prefix they start from."""
 
-    def __init__(self, pages: PageAllocator, slots: IdAllocator, tree: PrefixTree, page_tokens: int) -> None:
-        self.pages = pages
-        self.slots = slots
-        self.tree = tree
+    def __init__(self, *, num_pages: int, num_slots: int, num_snapshots: int, page_tokens: int) -> None:
+        """Take the pool's sizes: page 0 and slot 0 belong to padding and count in them."""
+        self.pages = PageAllocator(num_pages)
+        self.slots = IdAllocator(1, num_slots - 1)
+        self.snapshots = IdAllocator(0, num_snapshots)
+        self.tree = PrefixTree(self.pages, self.snapshots, page_tokens)
         self.page_tokens = page_tokens
 
     def admit(self, request: Request, num_spare_pages: int) -> bool:

@@ -1,0 +1,160 @@
+"""What a rank counts and logs of its ticks and requests. Owned by the tick thread; changes nothing that is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from dsparkd import log, metrics
+from dsparkd.executor.plan import Plan
+from dsparkd.messages import MetricsFrame
+from dsparkd.scheduler.agreement import Agreement, Channel
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Memory, Request
+from dsparkd.scheduler.results import Ended
+
+FRAME_PERIOD_NS = 1_000_000_000
+
+
+class Account:
+    """One rank's counters. clock: CLOCK_MONOTONIC nanoseconds."""
+
+    def __init__(self, dp_rank: int, tally: metrics.Tally, clock: Callable[[], int]) -> None:
+        self._rank = str(dp_rank)
+        self._tally = tally
+        self._clock = clock
+        self._log = log.get()
+        self._tick_start_ns = self._lap_ns = clock()
+        self._next_frame_ns = clock()
+        self._woken_ns = 0
+
+    # Phases of a tick
+
+    def begin_tick(self) -> None:
+        """Start timing a tick."""
+        self._tick_start_ns = self._lap_ns = self._clock()
+
+    def lap(self, phase: str) -> None:
+        """Give the time since the last lap to a phase."""
+        now_ns = self._clock()
+        self._phase(phase, now_ns - self._lap_ns)
+        self._lap_ns = now_ns
+
+    def end_tick(self) -> None:
+        """Count the whole tick: the laps of its phases add up to it."""
+        self._phase("tick", self._lap_ns - self._tick_start_ns)
+
+    def _phase(self, phase: str, spent_ns: int) -> None:
+        self._tally.inc(metrics.SCHEDULER_PHASE_SECONDS, self._rank, phase, by=spent_ns / 1e9)
+        self._tally.inc(metrics.SCHEDULER_PHASE_CALLS, self._rank, phase)
+
+    def agreed(self, agreement: Agreement, plan: Plan | None, sequence: int) -> None:
+        """Count one agreement and the step that follows it; the time since the last lap was the exchange's."""
+        name = Channel.PLAN.name.lower()
+        spent_s = (self._clock() - self._lap_ns) / 1e9
+        self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_s)
+        self._tally.inc(metrics.EXCHANGE_CALLS, self._rank, name)
+        self._tally.set(metrics.EXCHANGE_SEQUENCE, self._rank, name, to=sequence)
+        took_part_idle = plan is not None and not plan.rows
+        kind = "idle_peer" if took_part_idle else agreement.kind.name.lower()
+        self._tally.inc(metrics.TICKS, self._rank, kind)
+
+    def parked(self) -> None:
+        """Count the beginning of a park."""
+        self._tally.inc(metrics.PARKS, self._rank)
+        self._lap_ns = self._clock()
+
+    def woken(self, by_message: bool) -> None:
+        """Count a park's end; a message's way to its first step is timed from here."""
+        self.lap("park")
+        self._woken_ns = self._lap_ns if by_message else 0
+
+    # Requests
+
+    def admitted(self, request: Request) -> None:
+        """Count a request that has entered the queue."""
+        self._tally.inc(metrics.PROMPT_TOKENS, self._rank, by=len(request.message.prompt_ids))
+
+    def launching(self, plan: Plan, queue: RequestQueue) -> None:
+        """Stamp the requests that a step holds for the first time."""
+        now_ns = self._clock()
+        if self._woken_ns:
+            self._tally.observe(metrics.UNPARK_SECONDS, self._rank, value=(now_ns - self._woken_ns) / 1e9)
+            self._woken_ns = 0
+        for row in plan.rows:
+            request = queue.find(row.request_id)
+            if request is not None and not request.first_planned_ns:
+                request.first_planned_ns = now_ns
+                waited_s = (now_ns - request.delivered_ns) / 1e9
+                self._tally.observe(metrics.QUEUE_SECONDS, self._rank, value=waited_s)
+                cached = request.cached_tokens or 0
+                self._tally.inc(metrics.CACHED_PROMPT_TOKENS, self._rank, "device", by=cached)
+
+    def advanced(self, steps: Iterable[tuple[Request, int]]) -> None:
+        """Count new ids and the time that they took."""
+        now_ns = self._clock()
+        for request, num_ids in steps:
+            self._tally.inc(metrics.OUTPUT_TOKENS, self._rank, by=num_ids)
+            if not request.first_output_ns:
+                request.first_output_ns = now_ns
+                first_s = (now_ns - request.message.received_ns) / 1e9
+                self._tally.observe(metrics.TIME_TO_FIRST_TOKEN, self._rank, value=first_s)
+            else:
+                each_s = (now_ns - request.last_output_ns) / 1e9 / num_ids
+                for _ in range(num_ids):
+                    self._tally.observe(metrics.INTER_TOKEN, self._rank, value=each_s)
+            request.last_output_ns = now_ns
+
+    def ended(self, ends: Iterable[Ended]) -> None:
+        """Count ends and write each request's one log line, with all its times."""
+        now_ns = self._clock()
+        for end in ends:
+            request, message = end.request, end.request.message
+            self._tally.inc(metrics.REQUESTS, self._rank, end.ending.reason)
+            duration_s = (now_ns - message.received_ns) / 1e9
+            self._tally.observe(metrics.REQUEST_SECONDS, self._rank, value=duration_s)
+            self._log.info(
+                "request_finished",
+                request_id=request.request_id,
+                reason=end.ending.reason,
+                prompt_tokens=len(message.prompt_ids),
+                cached_tokens=request.cached_tokens or 0,
+                output_tokens=len(request.output_ids),
+                retractions=request.num_retractions,
+                received_ns=message.received_ns,
+                encoded_ns=message.encoded_ns,
+                tokenized_ns=message.tokenized_ns,
+                dispatched_ns=message.dispatched_ns,
+                delivered_ns=request.delivered_ns,
+                first_planned_ns=request.first_planned_ns,
+                duration_s=round(duration_s, 6),
+            )
+
+    def retracted(self, count: int) -> None:
+        """Count decode rows that were put back."""
+        if count:
+            self._tally.inc(metrics.RETRACTIONS, self._rank, by=count)
+
+    # Frames
+
+    def due_frame(self, queue: RequestQueue, memory: Memory) -> MetricsFrame | None:
+        """A frame once a second, else None."""
+        return self.frame(queue, memory) if self._clock() >= self._next_frame_ns else None
+
+    def frame(self, queue: RequestQueue, memory: Memory) -> MetricsFrame:
+        """Everything counted so far, with the gauges as they are now."""
+        self._next_frame_ns = self._clock() + FRAME_PERIOD_NS
+        for state, count in queue.counts().items():
+            self._tally.set(metrics.SCHEDULER_REQUESTS, self._rank, state, to=count)
+        pages, snapshots = memory.pages, memory.snapshots
+        units = {
+            ("full", "free"): pages.num_free,
+            ("full", "used"): pages.num_used,
+            ("full", "cached"): pages.num_cached,
+            ("snapshot", "free"): snapshots.num_free,
+            # A snapshot is a tree's from the step on that fills it; outside a step none is merely used.
+            ("snapshot", "used"): 0,
+            ("snapshot", "cached"): snapshots.num_used,
+        }
+        for labels, count in units.items():
+            self._tally.set(metrics.KV_PAGES, self._rank, *labels, to=count)
+        return MetricsFrame(f"rank{self._rank}", *self._tally.frame())

@@ -1,0 +1,421 @@
+"""One tick: receive, plan, agree, step, commit, publish; and the park between two of them.
+
+The loop is the tick thread's whole life. Nothing in it blocks except the exchange, the step and the park: what it sends
+waits in bounded queues, and a channel that stays full is a failure of the pair.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, Protocol, assert_never
+
+import msgspec
+
+from dsparkd.errors import InvariantError, PeerError
+from dsparkd.executor.plan import Plan, StepKind, StepOutput
+from dsparkd.ipc.channel import Channel as Line
+from dsparkd.messages import (
+    Abort,
+    Admitted,
+    Farewell,
+    LoadSnapshot,
+    Refused,
+    RoutedBatch,
+    Shutdown,
+    TokenDelta,
+    TokenDeltas,
+    ToRank,
+)
+from dsparkd.scheduler.account import Account
+from dsparkd.scheduler.agreement import (
+    Agreement,
+    Channel,
+    Intent,
+    Payload,
+    PlanExtra,
+    PlanVote,
+    combine,
+    exchanges_tier,
+    vote,
+)
+from dsparkd.scheduler.exchange import Exchange, Words
+from dsparkd.scheduler.policy import Planner, Proposal
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Memory, Request
+from dsparkd.scheduler.results import Committed, Committer, Ended
+
+NUM_RECORDS = 256
+RETRY_AFTER_S = 1  # a queue slot frees with each request that ends; a client need not wait longer than that
+
+
+class Stepper(Protocol):
+    """What the loop needs of an executor."""
+
+    def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
+        """Run one step together with the peer; counts: tokens of both ranks, in rank order."""
+
+
+class TickWatch(Protocol):
+    """Fails the process when a tick does not end."""
+
+    def arm(self) -> None:
+        """Start the time limit anew."""
+
+    def disarm(self) -> None:
+        """Stop it: the rank parks or leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of the loop; see config.py for their keys."""
+
+    dp_rank: int
+    queue_items: int
+    max_context_tokens: int
+    max_frames_per_tick: int
+    max_prefill_streak: int
+    heartbeat_s: float
+    farewell_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What the loop talks through."""
+
+    parent: Line[ToRank]
+    detokenizer: Line[NoReturn]
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a tick works with."""
+
+    queue: RequestQueue
+    memory: Memory
+    planner: Planner
+    committer: Committer
+    stepper: Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class RowRecord:
+    """A plan's row without its ids."""
+
+    request_id: str
+    slot: int
+    start: int
+    num_tokens: int
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class TickRecord:
+    """One tick as a crash report shows it: both votes, what came of them, and this rank's rows."""
+
+    tick: int
+    rank0: Payload
+    rank1: Payload
+    agreement: Agreement
+    rows: tuple[RowRecord, ...]
+
+
+class Loop:
+    """Owned and run by the tick thread. clock: CLOCK_MONOTONIC nanoseconds; it stamps and never decides a plan."""
+
+    def __init__(
+        self, bounds: Bounds, lines: Lines, parts: Parts, account: Account, watch: TickWatch, clock: Callable[[], int]
+    ) -> None:
+        self._bounds = bounds
+        self._lines = lines
+        self._parts = parts
+        self._account = account
+        self._watch = watch
+        self._clock = clock
+        self._tick = 0
+        self._arrivals = 0
+        self._frame = 0
+        self._snapshots = 0
+        self._prefill_streak = 0
+        self._retractions = 0
+        self._stopping = False
+        self._deltas: list[TokenDelta] = []
+        self._ended: list[Ended] = []
+        self.records: deque[TickRecord] = deque(maxlen=NUM_RECORDS)
+
+    def run(self) -> None:
+        """Tick until both ranks agree to stop, then say farewell. Raises FatalError."""
+        while True:
+            self._watch.arm()
+            proposal, payload = self.offer()
+            agreement = self.act(proposal, *self._exchange(payload))
+            if agreement.stop:
+                break
+            if agreement.park:
+                self._watch.disarm()
+                self._park()
+        self._watch.arm()
+        self._leave()
+        self._watch.disarm()
+
+    def offer(self) -> tuple[Proposal, Payload]:
+        """First half of a tick: take in what has arrived, plan, and state this rank's vote."""
+        self._tick += 1
+        self._account.begin_tick()
+        self._receive()
+        self._account.lap("receive")
+        proposal = self._parts.planner.propose()
+        own = vote(
+            num_chunk_tokens=proposal.num_chunk_tokens,
+            num_chunk_logit_rows=proposal.num_chunk_logit_rows,
+            num_decode_rows=len(proposal.decode_rows),
+        )
+        payload = Payload(own, self._extra(own, proposal), self._intent())
+        self._account.lap("plan")
+        return proposal, payload
+
+    def act(self, proposal: Proposal, rank0: Payload, rank1: Payload) -> Agreement:
+        """Second half of a tick: run what both agree on, commit and publish it."""
+        agreement = combine(
+            rank0, rank1, prefill_streak=self._prefill_streak, max_prefill_streak=self._bounds.max_prefill_streak
+        )
+        if exchanges_tier(agreement, compact_verify=False):
+            raise InvariantError("the tier channel is not used without compact verify")
+        self._prefill_streak = agreement.prefill_streak
+        runs = agreement.kind is not StepKind.IDLE and not agreement.stop
+        plan = self._parts.planner.settle(proposal, agreement.kind) if runs else None
+        self._record(agreement, rank0, rank1, plan)
+        self._account.agreed(agreement, plan, self._lines.exchange.sequence(Channel.PLAN))
+        self._account.lap("agree")
+        if plan is not None:
+            self._step(plan, agreement)
+        self._deliver()
+        self._account.lap("commit")
+        self._publish(parked=agreement.park)
+        self._account.lap("publish")
+        self._account.end_tick()
+        return agreement
+
+    # Receive
+
+    def _receive(self) -> None:
+        for message in self._lines.parent.receive_nowait(self._bounds.max_frames_per_tick):
+            match message:
+                case RoutedBatch():
+                    self._take_batch(message)
+                case Abort():
+                    request = self._parts.queue.find(message.request_id)
+                    if request is not None:
+                        self._abort(request)
+                case Shutdown():
+                    self._stopping = True
+                    self._abort_all()
+                case _:
+                    assert_never(message)
+
+    def _take_batch(self, batch: RoutedBatch) -> None:
+        """Queue all of a batch or nothing of it, and answer each item. Raises PeerError for a frame gone astray."""
+        if batch.dp_rank != self._bounds.dp_rank:
+            raise PeerError(f"frame {batch.frame} is for rank {batch.dp_rank}, this is rank {self._bounds.dp_rank}")
+        if batch.frame <= self._frame:
+            raise PeerError(f"frame {batch.frame} follows frame {self._frame}")
+        self._frame = batch.frame
+        now_ns = self._clock()
+        refusal = self._refusal(batch)
+        if refusal is not None:
+            for item in batch.requests:
+                answer = msgspec.structs.replace(refusal, request_id=item.request_id)
+                self._lines.parent.send_nowait(answer)
+            return
+        requests = []
+        for item in batch.requests:
+            self._arrivals += 1
+            requests.append(
+                Request(
+                    item,
+                    arrival=self._arrivals,
+                    delivered_ns=now_ns,
+                    max_context_tokens=self._bounds.max_context_tokens,
+                )
+            )
+        self._parts.queue.add(requests)
+        for request in requests:
+            self._account.admitted(request)
+            self._lines.parent.send_nowait(Admitted(request.request_id, now_ns))
+
+    def _refusal(self, batch: RoutedBatch) -> Refused | None:
+        """Why a batch is not taken, without a request id; None when it is taken.
+
+        The parent checks lengths and room too, but its view of the room is a snapshot behind.
+        """
+        limit = self._bounds.max_context_tokens
+        for index, item in enumerate(batch.requests):
+            length = len(item.prompt_ids)
+            if not 0 < length < limit:
+                wanted = f"use 1..{limit - 1} (engine.max_context_tokens {limit})"
+                text = f"item {index} has {length} prompt tokens; {wanted}"
+                return Refused("", 400, "context_length_exceeded", None, text)
+        if self._stopping:
+            return Refused("", 503, "shutting_down", None, "the server is stopping")
+        room = self._bounds.queue_items - len(self._parts.queue)
+        if len(batch.requests) > room:
+            text = f"the queue has room for {room} of {len(batch.requests)} items"
+            return Refused("", 429, "queue_full", None, text, RETRY_AFTER_S)
+        return None
+
+    def _abort(self, request: Request) -> None:
+        delta, ended = self._parts.committer.abort(request)
+        self._deltas.append(delta)
+        self._ended.append(ended)
+
+    def _abort_all(self) -> None:
+        for request in self._parts.queue.all():
+            self._abort(request)
+
+    # Agree
+
+    def _extra(self, own: PlanVote, proposal: Proposal) -> PlanExtra:
+        return PlanExtra(
+            longest_prefix=max((row.start for row in proposal.chunk_rows), default=0),
+            draft_graph_ok=int(own.step_kind == StepKind.IDLE),
+            tick=self._tick,
+            num_decode_rows=len(proposal.decode_rows),
+        )
+
+    def _intent(self) -> Intent:
+        intent = Intent.STOP if self._stopping else Intent.NONE
+        # Frames in memory do not wake a poll, so a rank that has some must not sleep.
+        if not len(self._parts.queue) and not self._lines.parent.has_frames:
+            intent |= Intent.MAY_PARK
+        return intent
+
+    def _exchange(self, payload: Payload) -> tuple[Payload, Payload]:
+        words = Words(tuple(payload.vote), tuple(payload.extra), int(payload.intent))
+        rank0, rank1 = self._lines.exchange.exchange(Channel.PLAN, words)
+        return _payload(rank0), _payload(rank1)
+
+    def _record(self, agreement: Agreement, rank0: Payload, rank1: Payload, plan: Plan | None) -> None:
+        rows = plan.rows if plan is not None else ()
+        summary = tuple(
+            RowRecord(row.request_id, row.slot, row.start, len(row.input_ids), row.num_logits) for row in rows
+        )
+        self.records.append(TickRecord(self._tick, rank0, rank1, agreement, summary))
+
+    # Step
+
+    def _step(self, plan: Plan, agreement: Agreement) -> None:
+        """Run and commit a step. A rank without rows takes part: the expert layers need both."""
+        own = agreement.num_tokens[self._bounds.dp_rank]
+        if plan.num_tokens != own:
+            raise InvariantError(f"tick {self._tick}: agreed on {own} tokens, planned {plan.num_tokens}")
+        self._account.launching(plan, self._parts.queue)
+        output = self._parts.stepper.step(plan, agreement.num_tokens)
+        self._account.lap("launch")
+        self._apply(self._parts.committer.commit(plan, output))
+
+    def _apply(self, committed: Committed) -> None:
+        self._account.advanced(committed.advanced)
+        self._deltas += committed.deltas
+        self._ended += committed.ended
+
+    def _deliver(self) -> None:
+        """Send all of a tick's deltas as one message, and account for its ends."""
+        if self._deltas:
+            self._lines.detokenizer.send_nowait(TokenDeltas(self._bounds.dp_rank, tuple(self._deltas)))
+            self._deltas.clear()
+        self._account.ended(self._ended)
+        self._ended.clear()
+        retractions = self._parts.planner.num_retractions
+        self._account.retracted(retractions - self._retractions)
+        self._retractions = retractions
+
+    # Publish
+
+    def _publish(self, *, parked: bool) -> None:
+        """Tell the parent how this rank stands. Only the tick thread does, so a hung tick goes stale."""
+        queue = self._parts.queue
+        self._snapshots += 1
+        self._lines.parent.send_nowait(
+            LoadSnapshot(
+                dp_rank=self._bounds.dp_rank,
+                sequence=self._snapshots,
+                published_ns=self._clock(),
+                frame=self._frame,
+                tick=self._tick,
+                parked=parked,
+                outstanding_requests=len(queue),
+                outstanding_tokens=queue.num_outstanding_tokens,
+                waiting_requests=queue.num_waiting,
+            )
+        )
+        frame = self._account.due_frame(queue, self._parts.memory)
+        if frame is not None:
+            self._lines.parent.send_nowait(frame)
+        self._flush()
+
+    # Park and leave
+
+    def _park(self) -> None:
+        """Sleep until there is a message or the peer's kick, on no core; a heartbeat tells the parent of it.
+
+        A message wakes this rank, which kicks the peer: both then meet in the next exchange.
+        """
+        self._account.parked()
+        self._lines.parent.send_nowait(self._account.frame(self._parts.queue, self._parts.memory))
+        heartbeat_ns = int(self._bounds.heartbeat_s * 1e9)
+        next_ns = self._clock() + heartbeat_ns
+        while not self._lines.exchange.take_kick():
+            if self._wait(max(0.0, (next_ns - self._clock()) / 1e9)):
+                self._lines.exchange.kick()
+                self._account.woken(by_message=True)
+                return
+            self._flush()
+            if self._clock() >= next_ns:
+                self._publish(parked=True)
+                next_ns = self._clock() + heartbeat_ns
+        self._account.woken(by_message=False)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Block until something happens or the time is up; True when the parent has sent something or has gone."""
+        lines = self._lines
+        poll = select.poll()
+        poll.register(lines.exchange.fileno(), select.POLLIN)
+        poll.register(lines.parent.fileno(), select.POLLIN | (select.POLLOUT if lines.parent.wants_write else 0))
+        # Without events only the detokenizer's end is reported.
+        poll.register(lines.detokenizer.fileno(), select.POLLOUT if lines.detokenizer.wants_write else 0)
+        # Rounded up: a poll that ends before the deadline would be called again at once.
+        ready = dict(poll.poll(math.ceil(timeout_s * 1e3)))
+        if ready.get(lines.detokenizer.fileno(), 0) & (select.POLLHUP | select.POLLERR):
+            raise PeerError("the detokenizer closed its channel")
+        return bool(ready.get(lines.parent.fileno(), 0) & ~select.POLLOUT)
+
+    def _flush(self) -> None:
+        self._lines.parent.flush_nowait()
+        self._lines.detokenizer.flush_nowait()
+
+    def _leave(self) -> None:
+        """End what is left, say farewell to both readers, and see that they take it all."""
+        self._abort_all()
+        self._deliver()
+        source = Farewell(f"rank{self._bounds.dp_rank}")
+        self._lines.detokenizer.send_nowait(source)
+        self._publish(parked=False)
+        self._lines.parent.send_nowait(self._account.frame(self._parts.queue, self._parts.memory))
+        self._lines.parent.send_nowait(source)
+        deadline_ns = self._clock() + int(self._bounds.farewell_s * 1e9)
+        for line in (self._lines.detokenizer, self._lines.parent):
+            while not line.flush_nowait():
+                left_s = (deadline_ns - self._clock()) / 1e9
+                if left_s <= 0:
+                    raise PeerError(f"{line.name} did not take this rank's farewell")
+                poll = select.poll()
+                poll.register(line.fileno(), select.POLLOUT)
+                poll.poll(math.ceil(left_s * 1e3))
+
+
+def _payload(words: Words) -> Payload:
+    return Payload(PlanVote(*words.fields), PlanExtra(*words.extra), Intent(words.intent))
