@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, assert_never
 
-from dsparkd import log
+from dsparkd import log as log_module
 from dsparkd.config import Config
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, FatalError, InvariantError, PeerError, StartError
 from dsparkd.ipc.channel import Channel
@@ -34,6 +34,8 @@ from dsparkd.messages import (
 from dsparkd.text.detokenize import IncrementalText
 from dsparkd.text.tokenizer import Tokenizer
 
+log = log_module.get()
+
 SOURCE = "detokenizer"
 # How often text that the parent has not read is looked at for its deadline.
 CHECK_PERIOD_S = 1.0
@@ -43,7 +45,6 @@ MAX_PENDING_BYTES = 64 << 20
 
 def main(config: Config, wiring: DetokenizerWiring) -> int:
     """Run the process until both ranks said farewell; returns the exit code."""
-    logger = log.get()
     parent = Channel(
         wiring.parent,
         _refuse_frame,
@@ -54,17 +55,17 @@ def main(config: Config, wiring: DetokenizerWiring) -> int:
     try:
         tokenizer = Tokenizer.load(Path(config.engine.checkpoint))
         parent.send_nowait(Progress(dp_rank=-1, stage="detokenizer_ready", done=1, total=1))
-        logger.info("detokenizer_ready", vocab_size=tokenizer.vocab_size)
+        log.info("detokenizer_ready", vocab_size=tokenizer.vocab_size)
         return Loop(Detokenizer(tokenizer), parent, wiring.ranks).run()
     except StartError as error:
-        logger.error("detokenizer_start_failed", error=str(error))
+        log.error("detokenizer_start_failed", error=str(error))
         _tell_start_failed(parent, error)
         return error.exit_code
     except FatalError as error:
-        logger.error("detokenizer_failed", error=str(error))
+        log.error("detokenizer_failed", error=str(error))
         return EXIT_FATAL
     except Exception:
-        logger.exception("detokenizer_crashed")
+        log.exception("detokenizer_crashed")
         return EXIT_FATAL
 
 
@@ -72,7 +73,7 @@ def _tell_start_failed(parent: Channel[NoReturn], error: StartError) -> None:
     try:
         parent.send_nowait(StartFailed(role=SOURCE, exit_code=error.exit_code, error=str(error)))
     except PeerError:
-        log.get().warning("parent_lost")
+        log.warning("parent_lost")
 
 
 def _refuse_frame(frame: bytes) -> NoReturn:
@@ -204,7 +205,7 @@ class Loop:
         try:
             messages: list[ToDetokenizer] = channel.receive_nowait()
         except PeerError as error:
-            log.get().error("rank_lost", peer=channel.name, error=str(error))
+            log.error("rank_lost", peer=channel.name, error=str(error))
             self._lost_ranks += 1
             self._forget(descriptor)
             return []
@@ -230,5 +231,5 @@ class Loop:
         while self._parent.wants_write:
             self._wait()
         self._parent.close()
-        log.get().info("detokenizer_left", lost_ranks=self._lost_ranks, unfinished=len(self._detokenizer))
+        log.info("detokenizer_left", lost_ranks=self._lost_ranks, unfinished=len(self._detokenizer))
         return EXIT_OK if self._lost_ranks == 0 else EXIT_FATAL
