@@ -1,0 +1,406 @@
+"""Two ranks in one process: real loops, queues and socket channels over a fake device that checks what it is told.
+
+The device's token is a pure function of the sequence, so any mistake in scheduling shows as a wrong id; its pages, rings
+and snapshots hold what a real one's would, so any mistake in memory shows as foreign content.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from dsparkd.errors import PeerError
+from dsparkd.executor.plan import Plan, RowOutput, StepKind, StepOutput
+from dsparkd.ipc.channel import Channel
+from dsparkd.messages import (
+    Abort,
+    Admitted,
+    Farewell,
+    LoadSnapshot,
+    MetricsFrame,
+    Refused,
+    RoutedBatch,
+    SamplingParams,
+    TokenDelta,
+    TokenDeltas,
+    TokenizedRequest,
+    TokenLogprob,
+    decode_from_rank,
+    decode_to_detokenizer,
+    decode_to_rank,
+)
+from dsparkd.metrics import Tally
+from dsparkd.scheduler.account import Account
+from dsparkd.scheduler.agreement import Agreement
+from dsparkd.scheduler.exchange import GlooExchange
+from dsparkd.scheduler.loop import Bounds, Lines, Loop, Parts
+from dsparkd.scheduler.policy import Limits, Planner
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Memory
+from dsparkd.scheduler.results import Committer
+
+VOCAB = 29
+EOS = 1
+PAGE = 4
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """The fake model: the id that follows a sequence."""
+    state = 7
+    for token in ids:
+        state = (state * 1103515245 + token * 12345 + 1) % (1 << 31)
+    return (state >> 8) % VOCAB
+
+
+def expected_output(request: TokenizedRequest, max_context: int) -> tuple[tuple[int, ...], str]:
+    """What the request must produce however it is scheduled: ids and finish reason."""
+    sampling, out = request.sampling, list[int]()
+    limit = min(sampling.max_tokens, max_context - len(request.prompt_ids))
+    while True:
+        token = next_token((*request.prompt_ids, *out))
+        may_stop = len(out) >= sampling.min_tokens
+        out.append(token)
+        if may_stop and ((token == EOS and not sampling.ignore_eos) or token in sampling.stop_ids):
+            return tuple(out), "stop"
+        if len(out) >= limit:
+            return tuple(out), "length"
+
+
+class FakeDevice:
+    """Pages, slots and snapshots as plain data; every read is checked against the sequence it should belong to."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, dict[int, int]] = {}
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.snapshots: dict[int, tuple[int, ...]] = {}
+        self.plans: list[Plan] = []
+        self.counts: list[tuple[int, int]] = []
+
+    def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
+        self.plans.append(plan)
+        self.counts.append(counts)
+        for start in plan.slot_starts:
+            held = () if start.snapshot is None else self.snapshots[start.snapshot]
+            assert len(held) == start.position, "a slot is filled from a snapshot of another position"
+            self.slots[start.slot] = held
+        self._check_disjoint(plan)
+        outputs = tuple(self._run(row) for row in plan.rows)
+        for save in plan.snapshot_saves:
+            assert len(self.slots[save.slot]) == save.position
+            self.snapshots[save.snapshot] = self.slots[save.slot]
+        return StepOutput(outputs)
+
+    def _check_disjoint(self, plan: Plan) -> None:
+        """No two rows share a slot, and no row writes a page that another one reads or writes."""
+        assert len({row.slot for row in plan.rows}) == len(plan.rows)
+        readers: dict[int, list[int]] = {}
+        for row in plan.rows:
+            for page in row.page_table:
+                readers.setdefault(page, []).append(row.slot)
+        for row in plan.rows:
+            first, last = row.start // PAGE, (row.start + len(row.input_ids) - 1) // PAGE
+            for page in row.page_table[first : last + 1]:
+                assert readers[page] == [row.slot], "a written page is shared"
+
+    def _run(self, row) -> RowOutput:  # type: ignore[no-untyped-def]
+        ids = row.prompt_ids + row.output_ids
+        end = row.start + len(row.input_ids)
+        assert row.slot > 0
+        assert 0 not in row.page_table
+        assert len(set(row.page_table)) == len(row.page_table)
+        assert ids[row.start : end] == row.input_ids
+        assert self.slots[row.slot] == ids[: row.start], "the rings belong to another sequence or position"
+        for position in range(row.start):
+            page = row.page_table[position // PAGE]
+            assert self.pages[page][position % PAGE] == ids[position], "a cached page has another content"
+        for position in range(row.start, end):
+            self.pages.setdefault(row.page_table[position // PAGE], {})[position % PAGE] = ids[position]
+        self.slots[row.slot] = ids[:end]
+        prompt_logprobs = None
+        if row.prompt_top_logprobs is not None:
+            assert row.num_logits == len(row.input_ids)
+            told = ids[row.start + 1 : min(end + 1, len(row.prompt_ids))]
+            prompt_logprobs = tuple(TokenLogprob(token, -1.0) for token in told)
+        if row.sampling is None:
+            return RowOutput((), prompt_logprobs=prompt_logprobs)
+        assert end == len(ids)
+        token = next_token(ids)
+        logprobs = None if row.sampling.top_logprobs is None else (TokenLogprob(token, -0.5),)
+        return RowOutput((token,), logprobs, prompt_logprobs)
+
+
+class Texts:
+    """Id n reads as the n-th letter; EOS is special."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([97 + token_id % 26])
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
+
+
+class FakeWatch:
+    """Counts instead of killing."""
+
+    def __init__(self) -> None:
+        self.armed = 0
+        self.disarmed = 0
+
+    def arm(self) -> None:
+        self.armed += 1
+
+    def disarm(self) -> None:
+        self.disarmed += 1
+
+
+class FakeClock:
+    """Monotonic nanoseconds that move by a microsecond a look, and by hand."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000_000
+
+    def __call__(self) -> int:
+        self.now_ns += 1_000
+        return self.now_ns
+
+
+class Meeting:
+    """A gather of two threads, in place of gloo."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self._words: list[tuple[int, ...]] = [(), ()]
+
+    def gather_for(self, rank: int) -> Callable[[Sequence[int]], tuple[tuple[int, ...], tuple[int, ...]]]:
+        def gather(words: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            self._words[rank] = tuple(words)
+            try:
+                self._barrier.wait(10)
+                both = (self._words[0], self._words[1])
+                self._barrier.wait(10)
+            except threading.BrokenBarrierError as error:
+                raise PeerError("the peer did not come") from error
+            return both
+
+        return gather
+
+
+@dataclass
+class Sizes:
+    """A small rank."""
+
+    num_pages: int = 33
+    max_rows: int = 4
+    num_snapshots: int = 8
+    chunk_tokens: int = 16
+    snapshot_pages: int = 4
+    max_context: int = 64
+    queue_items: int = 256
+    max_prefill_streak: int = 4
+
+
+class Rank:
+    """One rank's loop and the far ends of its channels."""
+
+    def __init__(
+        self, dp_rank: int, sizes: Sizes, peer: socket.socket, meeting: Meeting, clock: Callable[[], int]
+    ) -> None:
+        self.dp_rank = dp_rank
+        self.sizes = sizes
+        self.device = FakeDevice()
+        self.tally = Tally()
+        self.queue = RequestQueue()
+        self.memory = Memory(
+            num_pages=sizes.num_pages,
+            num_slots=sizes.max_rows + 1,
+            num_snapshots=sizes.num_snapshots,
+            page_tokens=PAGE,
+        )
+        self.watch = FakeWatch()
+        limits = Limits(sizes.chunk_tokens, PAGE, sizes.snapshot_pages * PAGE)
+        self.planner = Planner(self.queue, self.memory, limits)
+        parent_here, parent_there = socket.socketpair()
+        text_here, text_there = socket.socketpair()
+        options = {"send_timeout_s": 5.0, "max_pending_bytes": 1 << 26}
+        self.parent = Channel(parent_there, decode_from_rank, name="rank", **options)
+        self.detokenizer = Channel(text_there, decode_to_detokenizer, name="rank", **options)
+        self._own = (
+            Channel(parent_here, decode_to_rank, name="parent", **options),
+            Channel(text_here, decode_to_rank, name="detokenizer", **options),
+        )
+        self.exchange = GlooExchange(meeting.gather_for(dp_rank), peer)
+        self.loop = Loop(
+            Bounds(
+                dp_rank=dp_rank,
+                queue_items=sizes.queue_items,
+                max_context_tokens=sizes.max_context,
+                max_frames_per_tick=256,
+                max_prefill_streak=sizes.max_prefill_streak,
+                heartbeat_s=0.1,
+                farewell_s=5.0,
+            ),
+            Lines(*self._own, self.exchange),
+            Parts(
+                self.queue,
+                self.memory,
+                self.planner,
+                Committer(self.queue, self.memory, Texts(), frozenset({EOS})),
+                self.device,
+            ),
+            Account(dp_rank, self.tally, clock),
+            self.watch,
+            clock,
+        )
+        self.frame = 0
+        self.deltas: dict[str, list[TokenDelta]] = {}
+        self.admitted: list[str] = []
+        self.refused: list[Refused] = []
+        self.snapshots: list[LoadSnapshot] = []
+        self.frames: list[MetricsFrame] = []
+        self.farewells: list[str] = []
+
+    def submit(self, *requests: TokenizedRequest) -> None:
+        self.frame += 1
+        self.parent.send_nowait(RoutedBatch(self.dp_rank, self.frame, requests))
+
+    def abort(self, request_id: str) -> None:
+        self.parent.send_nowait(Abort(request_id))
+
+    def collect(self) -> None:
+        """Read everything that the loop has sent, and send what did not fit into the socket."""
+        self.parent.flush_nowait()
+        for message in self.parent.receive_nowait():
+            match message:
+                case Admitted():
+                    self.admitted.append(message.request_id)
+                case Refused():
+                    self.refused.append(message)
+                case LoadSnapshot():
+                    self.snapshots.append(message)
+                case MetricsFrame():
+                    self.frames.append(message)
+                case Farewell():
+                    self.farewells.append(f"parent:{message.source}")
+        for message in self.detokenizer.receive_nowait():
+            if isinstance(message, TokenDeltas):
+                for delta in message.deltas:
+                    self.deltas.setdefault(delta.request_id, []).append(delta)
+            else:
+                self.farewells.append(f"detokenizer:{message.source}")
+
+    def output(self, request_id: str) -> tuple[tuple[int, ...], str]:
+        """Ids and finish reason as the detokenizer got them; the end must come last and once."""
+        deltas = self.deltas[request_id]
+        assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+        assert [delta.options is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+        assert deltas[-1].finish is not None
+        return tuple(token for delta in deltas for token in delta.token_ids), deltas[-1].finish.reason
+
+    def value(self, name: str, *labels: str) -> float:
+        return self.tally.frame()[0].get("\0".join((name, str(self.dp_rank), *labels)), 0.0)
+
+    def assert_nothing_held(self) -> None:
+        """An idle rank holds no slot and no page but those that the prefix tree caches."""
+        assert len(self.queue) == 0
+        assert self.memory.slots.num_used == 0
+        assert self.memory.pages.num_used == 0
+        assert self.memory.pages.num_free + self.memory.pages.num_cached == self.sizes.num_pages - 1
+
+    def close(self) -> None:
+        for channel in (self.parent, self.detokenizer, *self._own):
+            channel.close()
+        self.exchange.close()
+
+
+@dataclass
+class Pair:
+    """Two ranks that tick in lock-step in one thread, or run in two."""
+
+    sizes: Sizes = field(default_factory=Sizes)
+
+    def __post_init__(self) -> None:
+        peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        meeting = Meeting()
+        self.clock = FakeClock()
+        self.ranks = tuple(Rank(rank, self.sizes, peers[rank], meeting, self.clock) for rank in (0, 1))
+        self.agreements: list[Agreement] = []
+
+    def tick(self, count: int = 1) -> None:
+        for _ in range(count):
+            offers = [rank.loop.offer() for rank in self.ranks]
+            payloads = [payload for _, payload in offers]
+            agreed = [
+                rank.loop.act(proposal, *payloads) for rank, (proposal, _) in zip(self.ranks, offers, strict=True)
+            ]
+            assert agreed[0] == agreed[1]
+            self.agreements.append(agreed[0])
+            for rank in self.ranks:
+                rank.collect()
+
+    def drain(self, limit: int = 2_000) -> int:
+        """Tick until nothing is left; returns the number of ticks."""
+        for ticks in range(limit):
+            self.tick()
+            if not any(len(rank.queue) for rank in self.ranks) and self.agreements[-1].kind is StepKind.IDLE:
+                return ticks + 1
+        raise AssertionError(f"work left after {limit} ticks: {[rank.queue.counts() for rank in self.ranks]}")
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+def make_request(
+    request_id: str, prompt: Sequence[int] | int, max_tokens: int = 8, **sampling: object
+) -> TokenizedRequest:
+    """A request; an integer prompt is a length, with ids of its own."""
+    if isinstance(prompt, int):
+        prompt = [(hash_of(request_id) + index * 7) % VOCAB for index in range(prompt)]
+    params = msgspec.convert({"max_tokens": max_tokens, "seed": 1, **sampling}, SamplingParams)
+    return TokenizedRequest(
+        request_id=request_id,
+        prompt_ids=tuple(prompt),
+        sampling=params,
+        received_ns=1,
+        encoded_ns=2,
+        tokenized_ns=3,
+        dispatched_ns=4,
+    )
+
+
+def hash_of(text: str) -> int:
+    return sum((index + 1) * ord(letter) for index, letter in enumerate(text))
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Everything that a test builds with, as one session fixture: test modules cannot import from each other."""
+
+    Sizes = Sizes
+    Pair = Pair
+    FakeDevice = FakeDevice
+    Texts = Texts
+    Meeting = Meeting
+    request = staticmethod(make_request)
+    expected = staticmethod(expected_output)
+    next_token = staticmethod(next_token)
+    PAGE = PAGE
+    EOS = EOS
+    VOCAB = VOCAB
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    return Lab()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()

@@ -1,0 +1,199 @@
+"""Two votes make one decision, the same for both ranks, whoever computes it."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from dsparkd.errors import PeerError
+from dsparkd.executor.plan import StepKind
+from dsparkd.scheduler.agreement import (
+    IDLE_VOTE,
+    Agreement,
+    Intent,
+    Payload,
+    PlanExtra,
+    PlanVote,
+    combine,
+    exchanges_tier,
+    vote,
+)
+
+COUNTS = (0, 1, 5)
+WORKLOADS = [(chunk, rows) for chunk in (0, 7, 300) for rows in COUNTS]
+
+
+def payload(chunk: int = 0, rows: int = 0, *, tick: int = 1, intent: Intent = Intent.NONE, **changes: int) -> Payload:
+    own = vote(num_chunk_tokens=chunk, num_chunk_logit_rows=min(chunk, 1), num_decode_rows=rows)
+    return Payload(own._replace(**changes), PlanExtra(tick=tick, num_decode_rows=rows), intent)
+
+
+def agree(rank0: Payload, rank1: Payload, streak: int = 0) -> Agreement:
+    return combine(rank0, rank1, prefill_streak=streak, max_prefill_streak=4)
+
+
+def test_both_ranks_compute_the_same_from_the_same_fourteen_numbers() -> None:
+    """X-10: over all votes, kinds, counts, intents and streaks f(a, b) mirrors f(b, a), so each rank gets one result."""
+    votes = list(itertools.product((0, 1), repeat=3))
+    intents = [Intent.NONE, Intent.STOP, Intent.MAY_PARK, Intent.STOP | Intent.MAY_PARK]
+    cases = [
+        payload(chunk, rows, intent=intent, decode_graph_ok=graph, tbo_ok=tbo, prefill_graph_ok=prefill)
+        for chunk, rows in WORKLOADS
+        for graph, tbo, prefill in votes
+        for intent in intents
+    ]
+    pairs = itertools.product(cases[::1], cases[::3])
+    count = 0
+    for number, (rank0, rank1) in enumerate(pairs):
+        streak = number % 6
+        seen, mirrored = agree(rank0, rank1, streak), agree(rank1, rank0, streak)
+        assert seen.num_tokens == mirrored.num_tokens[::-1]
+        assert seen.num_logit_rows == mirrored.num_logit_rows[::-1]
+        assert seen._replace(num_tokens=(0, 0), num_logit_rows=(0, 0)) == mirrored._replace(
+            num_tokens=(0, 0), num_logit_rows=(0, 0)
+        )
+        assert seen.decode_graph == (rank0.vote.decode_graph_ok and rank1.vote.decode_graph_ok)
+        assert seen.tbo == (rank0.vote.tbo_ok and rank1.vote.tbo_ok)
+        assert seen.prefill_graph == (rank0.vote.prefill_graph_ok and rank1.vote.prefill_graph_ok)
+        count += 1
+    assert count > 20_000
+
+
+@pytest.mark.parametrize(("work0", "work1"), list(itertools.product(WORKLOADS, repeat=2)))
+def test_decode_rows_join_whatever_is_agreed(work0: tuple[int, int], work1: tuple[int, int]) -> None:
+    """X-11 as amended: prefill if anybody extends, mixed if there are decode rows too; only the workless idle."""
+    got = agree(payload(*work0), payload(*work1))
+
+    extends, decodes = work0[0] or work1[0], work0[1] or work1[1]
+    expected = (
+        (StepKind.MIXED if decodes else StepKind.PREFILL) if extends else StepKind.DECODE if decodes else StepKind.IDLE
+    )
+    assert got.kind is expected
+    assert got.num_tokens == (sum(work0), sum(work1))
+    for work, tokens, logits in zip((work0, work1), got.num_tokens, got.num_logit_rows, strict=True):
+        assert (tokens == 0) == (work == (0, 0))
+        assert logits == min(work[0], 1) + work[1]
+
+
+def test_idle_is_zero_work_and_votes_permissively() -> None:
+    """X-12, B-1: no batch, an empty one and one aborted to nothing give the same bytes, and veto nothing."""
+    assert vote(num_chunk_tokens=0, num_chunk_logit_rows=0, num_decode_rows=0) == IDLE_VOTE
+    assert tuple(IDLE_VOTE) == (0, 0, 1, 0, 1, 0, 1)
+
+    busy = payload(64, 0, tbo_ok=1, prefill_graph_ok=1)
+    for pair in ((busy, payload()), (payload(), busy)):
+        assert agree(*pair).tbo
+        assert agree(*pair).prefill_graph
+
+
+@pytest.mark.parametrize(
+    ("chunk", "rows", "expected"),
+    [
+        (300, 0, (300, 1, 0, 1, 0, StepKind.PREFILL, 0)),
+        (300, 4, (304, 5, 0, 1, 0, StepKind.MIXED, 0)),
+        (0, 4, (4, 4, 0, 0, 0, StepKind.DECODE, 0)),
+    ],
+)
+def test_the_fields_are_those_of_the_table(chunk: int, rows: int, expected: tuple[int, ...]) -> None:
+    """X-10: contracts 4.2, without captured graphs."""
+    assert tuple(payload(chunk, rows).vote) == expected
+
+
+def test_decode_graphs_are_voted_for_where_they_are_on() -> None:
+    """X-10: field 2 of a decode step."""
+    own = vote(num_chunk_tokens=0, num_chunk_logit_rows=0, num_decode_rows=3, decode_graphs=True)
+    assert own.decode_graph_ok == 1
+
+
+def test_a_decode_tick_follows_a_full_streak_of_prefills() -> None:
+    """X-14: the rank that only prefills sits that tick out; its tokens do not count."""
+    prefill, stream = payload(300, 0), payload(0, 2)
+    streak, kinds = 0, []
+    for _ in range(10):
+        got = agree(prefill, stream, streak)
+        kinds.append(got.kind)
+        streak = got.prefill_streak
+        assert got.num_tokens == ((300, 2) if got.kind is StepKind.MIXED else (0, 2))
+    assert kinds == ([StepKind.MIXED] * 4 + [StepKind.DECODE]) * 2
+
+
+def test_a_streak_without_decode_rows_never_ends() -> None:
+    """X-14: with no stream to protect, a decode tick would run nothing."""
+    streak = 0
+    for _ in range(10):
+        got = agree(payload(300), payload(300), streak)
+        streak = got.prefill_streak
+        assert got.kind is StepKind.PREFILL
+        assert streak == 0
+
+
+def test_streams_that_end_during_a_streak_leave_prefill_alone() -> None:
+    """X-14: the turn is given only to decode rows that exist now."""
+    assert agree(payload(300), payload(), streak=4).kind is StepKind.PREFILL
+
+
+def test_different_ticks_fail_the_pair() -> None:
+    """X-26: one rank missed a tick, so nothing that they would do together fits."""
+    with pytest.raises(PeerError, match="ticks differ: 4, 5"):
+        agree(payload(tick=4), payload(tick=5))
+
+
+@pytest.mark.parametrize("stop0", [False, True])
+@pytest.mark.parametrize("stop1", [False, True])
+def test_stop_is_agreed_if_either_wants_it(stop0: bool, stop1: bool) -> None:
+    """X-27: both leave after the exchange in which either had it set."""
+    intents = [Intent.STOP if stop else Intent.NONE for stop in (stop0, stop1)]
+    got = agree(payload(5, intent=intents[0]), payload(intent=intents[1]))
+    assert got.stop == (stop0 or stop1)
+
+
+@pytest.mark.parametrize("park0", [False, True])
+@pytest.mark.parametrize("park1", [False, True])
+def test_park_is_agreed_only_by_both(park0: bool, park1: bool) -> None:
+    """X-28: a rank that still has something to poll keeps the pair awake."""
+    intents = [Intent.MAY_PARK if park else Intent.NONE for park in (park0, park1)]
+    assert agree(payload(intent=intents[0]), payload(intent=intents[1])).park == (park0 and park1)
+
+
+def test_work_is_never_parked() -> None:
+    """X-28: even if both ranks said that they may."""
+    got = agree(payload(0, 1, intent=Intent.MAY_PARK), payload(intent=Intent.MAY_PARK))
+    assert not got.park
+
+
+@given(
+    st.tuples(*[st.integers(-1, 3) for _ in range(7)]),
+    st.integers(0, 3),
+)
+def test_a_vote_that_contradicts_itself_is_refused(fields: tuple[int, ...], rows: int) -> None:
+    """X-10: DISAGREE: a kind that its own counts do not make would send the ranks into different collectives."""
+    odd = Payload(PlanVote(*fields), PlanExtra(tick=1, num_decode_rows=rows), Intent.NONE)
+    tokens, _, _, extends, _, kind, _ = fields
+    truth = (
+        (StepKind.MIXED if rows else StepKind.PREFILL)
+        if extends == 1 and tokens > rows
+        else StepKind.DECODE
+        if extends == 0 and tokens == rows > 0
+        else StepKind.IDLE
+        if extends == 0 and tokens == rows == 0
+        else None
+    )
+    if kind == truth:
+        agree(odd, payload())
+    else:
+        with pytest.raises(PeerError, match="rank 0"):
+            agree(odd, payload())
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_tier_channel_is_a_function_of_agreed_values(compact: bool) -> None:
+    """X-13: both ranks exchange the tier in a tick or neither does; never without compact verify."""
+    for work0, work1 in itertools.product(WORKLOADS, repeat=2):
+        got = agree(payload(*work0), payload(*work1))
+        mirrored = agree(payload(*work1), payload(*work0))
+        used = exchanges_tier(got, compact_verify=compact)
+        assert used == exchanges_tier(mirrored, compact_verify=compact)
+        assert used == (compact and got.kind is StepKind.DECODE)

@@ -1,0 +1,424 @@
+"""The loop of two ranks: nothing leaks, nothing starves, everything ends once, whatever clients and memory do."""
+
+from __future__ import annotations
+
+import contextlib
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from dsparkd.errors import InvariantError, PeerError
+from dsparkd.executor.plan import StepKind
+from dsparkd.messages import RoutedBatch, Shutdown
+
+OPERATION = st.one_of(
+    st.tuples(
+        st.just("submit"),
+        st.integers(0, 1),  # rank
+        st.integers(1, 5),  # items
+        st.integers(0, 3),  # which common beginning
+        st.integers(1, 40),  # prompt length
+        st.integers(1, 20),  # max_tokens
+    ),
+    st.tuples(st.just("abort"), st.integers(0, 1_000)),
+    st.tuples(st.just("tick"), st.integers(1, 6)),
+)
+
+
+def play(lab, pair, script):
+    """Run a script and return the submitted requests by rank, and the ids that were aborted."""
+    submitted, aborted = [], set()
+    for step, operation in enumerate(script):
+        if operation[0] == "submit":
+            _, rank, items, family, length, max_tokens = operation
+            batch = []
+            for item in range(items):
+                common = [(family * 5 + index) % lab.VOCAB for index in range(length)]
+                prompt = [*common, (step + item) % lab.VOCAB]
+                batch.append(lab.request(f"r{step}-{item}", prompt, max_tokens))
+            pair.ranks[rank].submit(*batch)
+            submitted += [(rank, request) for request in batch]
+        elif operation[0] == "abort" and submitted:
+            rank, request = submitted[operation[1] % len(submitted)]
+            pair.ranks[rank].abort(request.request_id)
+            aborted.add(request.request_id)
+        elif operation[0] == "tick":
+            pair.tick(operation[1])
+    return submitted, aborted
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    script=st.lists(OPERATION, max_size=25),
+    num_pages=st.integers(17, 40),
+    num_snapshots=st.integers(0, 6),
+    max_rows=st.integers(1, 6),
+)
+def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(lab, script, num_pages, num_snapshots, max_rows):
+    """R-15, R31: any order of submits, aborts and memory pressure; the device checks each page and ring it is shown."""
+    with contextlib.closing(lab.Pair(lab.Sizes(num_pages, max_rows, num_snapshots))) as pair:
+        submitted, aborted = play(lab, pair, script)
+        pair.drain()
+        for rank, request in submitted:
+            ids, reason = pair.ranks[rank].output(request.request_id)
+            expected, why = lab.expected(request, pair.sizes.max_context)
+            if request.request_id in aborted and reason == "abort":
+                assert ids == expected[: len(ids)]
+            else:
+                assert (ids, reason) == (expected, why)
+        for rank in pair.ranks:
+            rank.assert_nothing_held()
+
+
+def test_plans_depend_on_messages_alone(lab):
+    """A recorded log replays to the same plans (architecture.md 4), although clocks and sockets differ."""
+    script = [
+        ("submit", 0, 5, 1, 30, 12),
+        ("tick", 3),
+        ("submit", 1, 3, 1, 30, 12),
+        ("abort", 2),
+        ("tick", 5),
+        ("submit", 0, 4, 1, 25, 9),
+    ]
+    plans = []
+    for run in range(2):
+        with contextlib.closing(lab.Pair(lab.Sizes(num_pages=20))) as pair:
+            pair.clock.now_ns += run * 10**9
+            play(lab, pair, script)
+            pair.drain()
+            plans.append([rank.device.plans for rank in pair.ranks])
+
+    assert plans[0] == plans[1]
+
+
+def test_one_frame_is_queued_whole_before_anything_is_planned(lab, pair):
+    """R-04: the first plan that sees one of 64 items finds all 64 in the queue."""
+    rank = pair.ranks[0]
+    rank.submit(*[lab.request(f"b{item}", 3) for item in range(64)])
+
+    pair.tick()
+
+    assert rank.admitted == [f"b{item}" for item in range(64)]
+    assert sum(rank.queue.counts().values()) == 64
+    assert rank.device.plans[0].rows
+
+
+def test_a_batch_that_does_not_fit_is_refused_whole(lab):
+    """R-07: room 63 for a batch of 64 queues none of it; room 64 takes it."""
+    with contextlib.closing(lab.Pair(lab.Sizes(queue_items=64))) as pair:
+        rank = pair.ranks[0]
+        rank.submit(lab.request("first", 3, max_tokens=50, ignore_eos=True))
+        pair.tick()
+        rank.submit(*[lab.request(f"b{item}", 3) for item in range(64)])
+        pair.tick()
+
+        assert len(rank.queue) == 1
+        assert [(answer.status, answer.code) for answer in rank.refused] == [(429, "queue_full")] * 64
+        assert {answer.request_id for answer in rank.refused} == {f"b{item}" for item in range(64)}
+        assert all(answer.retry_after_s for answer in rank.refused)
+
+        pair.drain()
+        rank.submit(*[lab.request(f"c{item}", 3) for item in range(64)])
+        pair.tick()
+
+        assert len(rank.refused) == 64
+        assert len(rank.admitted) == 65
+
+
+@pytest.mark.parametrize("length", [64, 65, 500])
+def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(lab, pair, length):
+    """R23: there would be no room for a single output token."""
+    pair.ranks[1].submit(lab.request("fits", 5), lab.request("long", length))
+    pair.tick()
+
+    answers = pair.ranks[1].refused
+    assert [(answer.request_id, answer.status) for answer in answers] == [("fits", 400), ("long", 400)]
+    assert str(length) in answers[0].message
+    assert "64" in answers[0].message
+    assert len(pair.ranks[1].queue) == 0
+
+
+@pytest.mark.parametrize("room", [1, 2, 7])
+def test_output_ends_with_length_at_the_edge_of_the_context(lab, pair, room):
+    """R23: prompt and output together never exceed engine.max_context_tokens."""
+    request = lab.request("edge", pair.sizes.max_context - room, max_tokens=1000, ignore_eos=True)
+    pair.ranks[0].submit(request)
+    pair.drain()
+
+    ids, reason = pair.ranks[0].output("edge")
+    assert (len(ids), reason) == (room, "length")
+
+
+def test_each_request_carries_six_times_in_order(lab, pair):
+    """R-09: received, encoded, tokenized, dispatched, delivered, first planned: set once, never decreasing."""
+    pair.ranks[0].submit(*[lab.request(f"t{item}", 20) for item in range(12)])
+    pair.tick()
+    requests = pair.ranks[0].queue.all()
+    pair.tick(3)
+    early = {request.request_id: request.first_planned_ns for request in requests if request.first_planned_ns}
+    pair.drain()
+
+    assert len(requests) == 12
+    for request in requests:
+        message = request.message
+        times = [message.received_ns, message.encoded_ns, message.tokenized_ns, message.dispatched_ns]
+        times += [request.delivered_ns, request.first_planned_ns]
+        assert all(times)
+        assert times == sorted(times)
+        assert early.get(request.request_id, request.first_planned_ns) == request.first_planned_ns
+
+
+def test_one_receive_takes_at_most_its_share_of_frames(lab, pair):
+    """R-16: 300 queued frames are taken as 256 and 44, none of them cut."""
+    rank = pair.ranks[0]
+    for number in range(299):
+        rank.abort(f"unknown{number}")
+    rank.submit(lab.request("last", 3), lab.request("too", 3))
+    pair.tick()
+    assert rank.admitted == []
+    assert not pair.agreements[-1].park, "a rank with frames in memory must not sleep on its socket"
+    pair.tick()
+    assert rank.admitted == ["last", "too"]
+
+
+def test_a_frame_for_the_other_rank_fails_the_pair(lab, pair):
+    """R-17: a bug in the parent, named with the frame's number."""
+    pair.ranks[0].parent.send_nowait(RoutedBatch(1, 17, (lab.request("x", 3),)))
+    with pytest.raises(PeerError, match="frame 17"):
+        pair.tick()
+
+
+def test_a_frame_out_of_order_fails_the_pair(lab, pair):
+    """R-17: frames count up; a repeated one would queue a batch twice."""
+    pair.ranks[0].submit(lab.request("x", 3))
+    pair.tick()
+    pair.ranks[0].parent.send_nowait(RoutedBatch(0, 1, (lab.request("y", 3),)))
+    with pytest.raises(PeerError, match="frame 1"):
+        pair.tick()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x84\xa4type\xabRoutedBatch\xa7dp_rank\x00\xa5frame\x01\xa8requests\x90",  # no item
+        b"\x83\xa4type\xa5Abort\xaarequest_id\xa1x\xa5extra\x01",  # an unknown field
+        b"\x81\xa4type\xa4Nope",
+    ],
+)
+def test_a_malformed_frame_fails_the_pair(pair, body):
+    """R-17: whatever does not decode is a bug in the parent; the error has the frame's number."""
+    rank = pair.ranks[0]
+    rank.abort("first")
+    rank.parent._sock.sendall(len(body).to_bytes(4, "little") + body)
+    with pytest.raises(InvariantError, match="frame 2"):
+        pair.tick()
+
+
+def test_an_abort_takes_only_its_own_request_along(lab, pair):
+    """R-15: exact id, never a prefix; unknown ids are ignored; siblings are unchanged."""
+    rank = pair.ranks[0]
+    requests = [lab.request(name, 9, max_tokens=12) for name in ("a", "ab", "abc", "abcd")]
+    rank.submit(*requests)
+    pair.tick(2)
+    rank.abort("ab")
+    rank.abort("nobody")
+    pair.drain()
+
+    assert rank.output("ab")[1] == "abort"
+    for request in (requests[0], *requests[2:]):
+        assert rank.output(request.request_id) == lab.expected(request, pair.sizes.max_context)
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 3])
+def test_abort_frees_everything_in_every_state(lab, pair, ticks):
+    """R31: aborted while it waits (0), prefills (1) and decodes (3)."""
+    rank = pair.ranks[0]
+    rank.submit(lab.request("x", 30, max_tokens=20, ignore_eos=True))
+    pair.tick(ticks)
+    rank.abort("x")
+    pair.tick()
+
+    assert rank.output("x")[1] == "abort"
+    rank.assert_nothing_held()
+    assert rank.value("dsparkd_requests_total", "abort") == 1
+
+
+def test_an_idle_rank_takes_part_and_says_so(lab, pair):
+    """X-11, R38: only rank 0 has work; rank 1 joins each step with no rows and the same counts."""
+    pair.ranks[0].submit(lab.request("x", 10, max_tokens=4, ignore_eos=True))
+    pair.drain()
+
+    idle, busy = pair.ranks[1].device, pair.ranks[0].device
+    assert [plan.kind for plan in idle.plans] == [plan.kind for plan in busy.plans]
+    assert idle.counts == busy.counts
+    assert all(not plan.rows for plan in idle.plans)
+    assert pair.ranks[1].value("dsparkd_ticks_total", "idle_peer") == len(idle.plans)
+
+
+def test_decode_rows_ride_along_with_the_peers_prefill(lab, pair):
+    """X-11 as amended: no stream pauses for a peer's prompts, so each tick yields one token."""
+    pair.ranks[1].submit(lab.request("stream", 3, max_tokens=12, ignore_eos=True))
+    pair.tick(2)
+    before = len(pair.ranks[1].deltas["stream"])
+    pair.ranks[0].submit(*[lab.request(f"p{item}", 40, max_tokens=1) for item in range(4)])
+    pair.tick(4)
+
+    assert [agreement.kind for agreement in pair.agreements[-4:]] == [StepKind.MIXED] * 4
+    assert len(pair.ranks[1].deltas["stream"]) == before + 4
+    assert all(len(plan.rows) == 1 for plan in pair.ranks[1].device.plans[-4:])
+
+
+def test_endless_prefill_leaves_room_for_decode_ticks(lab, pair):
+    """X-14: with max_prefill_streak 4, every fifth tick is a decode tick, and the stream never waits longer."""
+    pair.ranks[1].submit(lab.request("stream", 3, max_tokens=40, ignore_eos=True))
+    pair.tick(2)
+    gaps, last = [], len(pair.agreements)
+    for number in range(30):
+        pair.ranks[0].submit(lab.request(f"p{number}", 40, max_tokens=1))
+        pair.tick()
+        if len(pair.ranks[1].device.plans[-1].rows):
+            gaps.append(len(pair.agreements) - last)
+            last = len(pair.agreements)
+
+    kinds = [agreement.kind for agreement in pair.agreements[2:]]
+    assert kinds[:10] == ([StepKind.MIXED] * 4 + [StepKind.DECODE]) * 2
+    assert max(gaps) <= 5
+
+
+def test_a_decode_turn_does_not_lose_a_prefills_start(lab):
+    """X-14: a chunk that sits out a decode tick keeps its slot's pending start, also one from a snapshot."""
+    with contextlib.closing(lab.Pair(lab.Sizes(max_prefill_streak=1, num_pages=64))) as pair:
+        shared = list(range(20))
+        pair.ranks[0].submit(lab.request("warm", [*shared, 1], max_tokens=1))
+        pair.drain()
+        pair.ranks[1].submit(lab.request("stream", 3, max_tokens=30, ignore_eos=True))
+        pair.tick(2)
+        requests = [lab.request(f"p{item}", [*shared, item, 9], max_tokens=2) for item in range(4)]
+        for request in requests:
+            pair.ranks[0].submit(request)
+            pair.tick()
+        pair.drain()
+        for request in requests:
+            assert pair.ranks[0].output(request.request_id) == lab.expected(request, 64)
+            assert pair.ranks[0].deltas[request.request_id][-1].finish.cached_tokens == 20
+
+
+def test_a_snapshot_is_published_after_each_tick(lab, pair):
+    """L-13: by the tick thread, with the frame taken in, so the router keeps later frames' counts on top."""
+    pair.tick()
+    pair.ranks[0].submit(lab.request("x", 10, max_tokens=5, ignore_eos=True))
+    pair.tick(3)
+
+    told = pair.ranks[0].snapshots
+    assert [snapshot.sequence for snapshot in told] == [1, 2, 3, 4]
+    assert [snapshot.tick for snapshot in told] == [1, 2, 3, 4]
+    assert [snapshot.frame for snapshot in told] == [0, 1, 1, 1]
+    assert told[0].outstanding_requests == 0
+    assert told[-1].outstanding_requests == 1
+
+
+def test_outstanding_tokens_count_what_is_not_computed(lab, pair):
+    """R-12: uncomputed prompt tokens, plus one a decode row; waiting requests whole."""
+    rank = pair.ranks[0]
+    rank.submit(*[lab.request(f"w{item}", 16, max_tokens=9, ignore_eos=True) for item in range(6)])
+    pair.tick()
+    by_hand = sum(request.num_tokens - request.num_computed for request in rank.queue.all())
+    assert rank.snapshots[-1].outstanding_tokens == by_hand
+    pair.tick(6)
+    by_hand = sum(request.num_tokens - request.num_computed for request in rank.queue.all())
+    assert rank.snapshots[-1].outstanding_tokens == by_hand
+    assert rank.snapshots[-1].waiting_requests == rank.queue.num_waiting > 0
+
+
+def test_counters_equal_the_events(lab, pair):
+    """M-02: a scripted run's counters are exactly what was sent and produced."""
+    rank = pair.ranks[0]
+    requests = [lab.request(f"m{item}", 5 + item, max_tokens=6) for item in range(7)]
+    rank.submit(*requests)
+    pair.tick(2)
+    rank.abort("m6")
+    ticks = pair.drain() + 2
+
+    outputs = [rank.output(request.request_id) for request in requests]
+    for outcome in ("stop", "length", "abort"):
+        expected = sum(reason == outcome for _, reason in outputs)
+        assert rank.value("dsparkd_requests_total", outcome) == expected
+    assert rank.value("dsparkd_output_tokens_total") == sum(len(ids) for ids, _ in outputs)
+    assert rank.value("dsparkd_prompt_tokens_total") == sum(len(request.prompt_ids) for request in requests)
+    assert rank.value("dsparkd_exchange_calls_total", "plan") == ticks
+    kinds = ("prefill", "mixed", "decode", "idle_peer", "idle")
+    assert sum(rank.value("dsparkd_ticks_total", kind) for kind in kinds) == ticks
+    phases = ("receive", "plan", "agree", "launch", "commit", "publish")
+    parts = sum(rank.value("dsparkd_scheduler_phase_seconds_total", phase) for phase in phases)
+    assert parts == pytest.approx(rank.value("dsparkd_scheduler_phase_seconds_total", "tick"))
+
+
+def test_a_metrics_frame_is_sent_each_second(lab, pair):
+    """M-03: cumulative, at least once a second of ticks."""
+    pair.tick()
+    num_first = len(pair.ranks[0].frames)
+    pair.tick(3)
+    assert len(pair.ranks[0].frames) == num_first
+    pair.clock.now_ns += 1_000_000_000
+    pair.tick()
+    assert len(pair.ranks[0].frames) == num_first + 1
+    key = "dsparkd_exchange_calls_total\x000\x00plan"
+    assert pair.ranks[0].frames[-1].values[key] == len(pair.agreements)
+
+
+def test_shutdown_aborts_what_is_left_and_both_ranks_stop_at_one_exchange(lab, pair):
+    """X-27, L-33: rank 1 never saw the message and still leaves after the same exchange."""
+    pair.ranks[0].submit(lab.request("a", 10, max_tokens=50, ignore_eos=True))
+    pair.ranks[1].submit(lab.request("b", 10, max_tokens=50, ignore_eos=True))
+    pair.tick(3)
+    pair.ranks[0].parent.send_nowait(Shutdown())
+    pair.tick()
+
+    assert pair.agreements[-1].stop
+    assert pair.ranks[0].output("a")[1] == "abort"
+    for rank in pair.ranks:
+        rank.loop._leave()
+        rank.collect()
+        rank.assert_nothing_held()
+        assert rank.farewells == [f"parent:rank{rank.dp_rank}", f"detokenizer:rank{rank.dp_rank}"]
+    assert pair.ranks[1].output("b")[1] == "abort"
+    assert pair.ranks[1].value("dsparkd_requests_total", "abort") == 1
+    key = "dsparkd_requests_total\x001\x00abort"
+    assert pair.ranks[1].frames[-1].values[key] == 1, "M-03: the last window reaches the parent"
+
+
+def test_a_stopping_rank_admits_nothing(lab, pair):
+    """L-34: a batch behind the Shutdown is refused, not queued."""
+    pair.ranks[0].parent.send_nowait(Shutdown())
+    pair.ranks[0].submit(lab.request("late", 3))
+    pair.tick()
+    assert [(answer.status, answer.code) for answer in pair.ranks[0].refused] == [(503, "shutting_down")]
+
+
+def test_the_last_plans_are_kept_for_a_crash_report(lab, pair):
+    """R38: 256 agreements with both ranks' votes and this rank's rows, without the ids themselves."""
+    pair.ranks[0].submit(lab.request("x", 5, max_tokens=3, ignore_eos=True))
+    pair.tick(300)
+    records = pair.ranks[0].loop.records
+    assert len(records) == 256
+    assert records[-1].tick == 300
+    assert records[0].rows == ()
+
+    pair.ranks[0].submit(lab.request("y", 5, max_tokens=3, ignore_eos=True))
+    pair.tick()
+    row = pair.ranks[0].loop.records[-1].rows[0]
+    assert (row.request_id, row.start, row.num_tokens) == ("y", 0, 4)
+    assert records[-1].rank0.vote.num_tokens == 4
+
+
+def test_a_full_channel_fails_the_pair_instead_of_blocking(lab, pair):
+    """decisions.md 17: the detokenizer stopped reading; a bounded queue, then PeerError."""
+    rank = pair.ranks[0]
+    rank._own[1]._max_pending_bytes = 1 << 12
+    rank.detokenizer.receive_nowait = list
+    with pytest.raises(PeerError, match="detokenizer does not read"):
+        for number in range(400):
+            items = [lab.request(f"f{number}-{item}", 1, max_tokens=1, stop_strings=["z" * 500]) for item in range(8)]
+            rank.submit(*items)
+            pair.tick(2)
