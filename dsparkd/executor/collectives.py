@@ -1,0 +1,204 @@
+"""torch.distributed between the two ranks: one swap of tensors, and what is made of it.
+
+Host data (plan words, barriers, experts on cpu) goes over gloo, experts on cuda over NCCL. Everything binds to
+loopback; the ranks find each other by a port that rank 0 tells rank 1 over a socketpair made before the fork.
+
+Letters: T tokens of this rank, R rows of both ranks, C packed width, D width.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (  # torch.distributed re-exports them, but not for a type checker
+    AllToAllOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from dsparkd.errors import CapabilityError, PeerError
+
+NUM_RANKS = 2
+HOST = "127.0.0.1"
+_PORT = struct.Struct("<H")
+
+
+class _Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> bool:
+        """Return when it is done. Raises RuntimeError when it failed or its time is up."""
+
+
+class _Gloo(Protocol):
+    """What is used of torch's gloo group; its stubs leave this out."""
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], options: AllToAllOptions
+    ) -> _Work: ...
+
+
+class Swap(Protocol):
+    """Give the peer a tensor and take one from it."""
+
+    def __call__(self, sent: Tensor, received: Tensor) -> None:
+        """Both contiguous, of one dtype, and as long as the peer's counterpart; either may be empty."""
+
+
+class RankGroups:
+    """The process groups of one rank, owned by its tick thread. Every operation is collective."""
+
+    def __init__(self, dp_rank: int, store: Store, device: torch.device, timeout_s: float) -> None:
+        self._dp_rank = dp_rank
+        # Kept alive: rank 0's store is the server that both groups were made through.
+        self._store = store
+        self._device = device
+        self._gloo = _open_gloo(dp_rank, store, timeout_s)
+        if device.type == "cuda":
+            _open_nccl(dp_rank, store, device, timeout_s)
+
+    @classmethod
+    def open(
+        cls, dp_rank: int, peer: socket.socket, device: torch.device, *, startup_timeout_s: float, timeout_s: float
+    ) -> RankGroups:
+        """Meet the peer within startup_timeout_s; later operations fail after timeout_s. Raises PeerError."""
+        try:
+            return cls(dp_rank, _open_store(dp_rank, peer, startup_timeout_s), device, timeout_s)
+        except (OSError, RuntimeError) as error:
+            raise PeerError(f"the ranks did not meet within {startup_timeout_s:g} s: {_first_line(error)}") from error
+
+    def gather(self, words: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return both ranks' words, in rank order; as many on both, 64 bits each. Raises PeerError."""
+        sent = torch.tensor(words, dtype=torch.int64)
+        received = torch.empty_like(sent)
+        self.swap_host(sent, received)
+        own, peers = tuple(words), tuple(received.tolist())
+        return (own, peers) if self._dp_rank == 0 else (peers, own)
+
+    def barrier(self, timeout_s: float) -> None:
+        """Return when the peer is here, too. Raises PeerError that names it after timeout_s."""
+        sent, received = torch.zeros(1), torch.zeros(1)
+        self._swap_host(sent, received, timeout_s, f"rank {1 - self._dp_rank} did not reach the barrier")
+
+    def swap_host(self, sent: Tensor, received: Tensor) -> None:
+        """Swap tensors in host memory over gloo. Raises PeerError when the peer does not come or has gone."""
+        self._swap_host(sent, received, None, f"rank {1 - self._dp_rank} did not take part in an exchange")
+
+    def _swap_host(self, sent: Tensor, received: Tensor, timeout_s: float | None, failure: str) -> None:
+        options = AllToAllOptions()
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
+        try:
+            # One all-to-all with nothing for this rank itself: measured cheaper than a send and a receive.
+            self._gloo.alltoall_base(
+                received.view(-1), sent.view(-1), self._splits(received), self._splits(sent), options
+            ).wait()
+        except RuntimeError as error:
+            raise PeerError(f"{failure}: {_first_line(error)}") from error
+
+    def swap_device(self, sent: Tensor, received: Tensor) -> None:
+        """Swap tensors in device memory over NCCL; ordered on the current stream."""
+        try:
+            dist.all_to_all_single(received.view(-1), sent.view(-1), self._splits(received), self._splits(sent))
+        except RuntimeError as error:
+            raise PeerError(f"NCCL failed: {_first_line(error)}") from error
+
+    def _splits(self, tensor: Tensor) -> list[int]:
+        """Elements for (or from) each rank: all of them the peer's."""
+        return [0, tensor.numel()] if self._dp_rank == 0 else [tensor.numel(), 0]
+
+    def expert_exchange(self) -> SwapExpertExchange:
+        """The transport of expert rows on this rank's device."""
+        return SwapExpertExchange(self._dp_rank, self.swap_host if self._device.type == "cpu" else self.swap_device)
+
+    def close(self) -> None:
+        """Destroy the groups, NCCL's first. Both ranks must have passed a barrier and use no group after it."""
+        if self._device.type == "cuda":
+            dist.destroy_process_group()
+        del self._gloo, self._store
+
+
+class SwapExpertExchange:
+    """model.moe.ExpertExchange over a swap: rows to the peer and its rows here, partial sums back the same way."""
+
+    def __init__(self, dp_rank: int, swap: Swap) -> None:
+        self._dp_rank = dp_rank
+        self._swap = swap
+        self._counts = [0, 0]
+
+    def begin_step(self, counts: tuple[int, int]) -> None:
+        """See model.moe.ExpertExchange."""
+        self._counts = list(counts)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """See model.moe.ExpertExchange."""
+        both = rows.new_empty((sum(self._counts), rows.shape[1]))
+        parts = torch.split(both, self._counts)
+        parts[self._dp_rank].copy_(rows)
+        self._swap(rows.contiguous(), parts[1 - self._dp_rank])
+        return both
+
+    def combine(self, partial: Tensor) -> Tensor:
+        """See model.moe.ExpertExchange."""
+        parts = torch.split(partial, self._counts)
+        both = partial.new_empty((NUM_RANKS, self._counts[self._dp_rank], partial.shape[1]))
+        both[self._dp_rank] = parts[self._dp_rank]
+        self._swap(parts[1 - self._dp_rank], both[1 - self._dp_rank])
+        return both
+
+
+def _open_store(dp_rank: int, peer: socket.socket, timeout_s: float) -> Store:
+    """Rank 0 serves the store on a port of loopback and tells rank 1 which. Raises OSError or RuntimeError."""
+    timeout = timedelta(seconds=timeout_s)
+    if dp_rank == 0:
+        # Bound here: by itself the store listens on every interface. It takes the descriptor over.
+        listener = socket.create_server((HOST, 0))
+        port: int = listener.getsockname()[1]
+        store = TCPStore(
+            HOST, port, NUM_RANKS, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        peer.settimeout(timeout_s)
+        peer.send(_PORT.pack(port))
+        return store
+    peer.settimeout(timeout_s)
+    packet = peer.recv(_PORT.size)
+    if not packet:
+        raise OSError("rank 0 closed its socket")
+    return TCPStore(HOST, _PORT.unpack(packet)[0], NUM_RANKS, False, timeout)
+
+
+def _open_gloo(dp_rank: int, store: Store, timeout_s: float) -> _Gloo:
+    """Connect gloo on loopback. init_process_group could be told the interface by an environment variable only."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return cast(_Gloo, ProcessGroupGloo(PrefixStore("gloo", store), dp_rank, NUM_RANKS, options))
+
+
+def _open_nccl(dp_rank: int, store: Store, device: torch.device, timeout_s: float) -> None:
+    """Make the default group NCCL's, connected at once. Raises CapabilityError where torch has none."""
+    if not dist.is_nccl_available():
+        raise CapabilityError("engine.device = 'cuda'", "NCCL in this torch build", "install torch with CUDA support")
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # its handshake would listen on the first interface it finds
+    dist.init_process_group(
+        "nccl",
+        store=PrefixStore("nccl", store),
+        rank=dp_rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

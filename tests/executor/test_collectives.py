@@ -1,0 +1,151 @@
+"""Both ranks' groups, one thread each in this process: real gloo over real loopback sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from dsparkd.errors import PeerError
+from dsparkd.executor.collectives import RankGroups
+
+CPU = torch.device("cpu")
+LIMIT_S = 20.0
+T = TypeVar("T")
+
+
+class Pair:
+    """Two ranks that meet and then do the same things, each in its own thread."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(2)
+        self.peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.groups = self.both(
+            lambda rank: RankGroups.open(rank, self.peers[rank], CPU, startup_timeout_s=LIMIT_S, timeout_s=LIMIT_S)
+        )
+
+    def both(self, act: Callable[[int], T]) -> list[T]:
+        """Run act(rank) on both ranks at once."""
+        return [future.result(LIMIT_S) for future in [self.threads.submit(act, rank) for rank in (0, 1)]]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.groups.clear()
+        self.threads.shutdown()
+        for sock in self.peers:
+            sock.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two ranks that have met."""
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_both_ranks_gather_the_same_words_in_rank_order(pair: Pair) -> None:
+    """X-10: each rank computes the agreement for itself, so both must hold the same numbers, 64 bits wide."""
+    words = [(1, -2, 2**62), (-(2**63), 0, 7)]
+    for _ in range(20):
+        assert pair.both(lambda rank: pair.groups[rank].gather(words[rank])) == [tuple(words)] * 2
+
+
+@pytest.mark.parametrize("counts", [(16, 32), (48, 48), (16, 0), (0, 64)])
+def test_expert_rows_reach_both_shards_and_partial_sums_come_back_in_rank_order(
+    pair: Pair, counts: tuple[int, int]
+) -> None:
+    """A rank without tokens takes part with empty rows; sums must be those of rank 0 and rank 1, in this order."""
+    width = 24
+    rows = [
+        torch.arange(count * width, dtype=torch.float32).view(count, width) + 1e6 * r for r, count in enumerate(counts)
+    ]
+    everything = torch.cat(rows)
+
+    def step(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        exchange = pair.groups[rank].expert_exchange()
+        exchange.begin_step(counts)
+        gathered = exchange.gather(rows[rank])
+        return gathered, exchange.combine(gathered * (rank + 2))
+
+    for rank, (gathered, combined) in enumerate(pair.both(step)):
+        assert torch.equal(gathered, everything)
+        assert torch.equal(combined, torch.stack((rows[rank] * 2, rows[rank] * 3)))
+
+
+def test_rows_travel_as_bit_patterns(pair: Pair) -> None:
+    """Packed rows hold expert ids and bfloat16 pairs, which are NaNs and denormals when read as float32."""
+    words = [torch.randint(-(2**31), 2**31, (16, 8), generator=torch.Generator().manual_seed(r)).int() for r in (0, 1)]
+
+    def step(rank: int) -> torch.Tensor:
+        exchange = pair.groups[rank].expert_exchange()
+        exchange.begin_step((16, 16))
+        return exchange.gather(words[rank].view(torch.float32)).view(torch.int32)
+
+    for gathered in pair.both(step):
+        assert torch.equal(gathered, torch.cat(words))
+
+
+def test_a_barrier_that_the_peer_does_not_reach_names_it(pair: Pair) -> None:
+    """L-37: past the deadline the rank knows who is missing instead of hanging."""
+    with pytest.raises(PeerError, match="rank 1 did not reach the barrier"):
+        pair.groups[0].barrier(0.2)
+
+
+def test_a_barrier_that_both_reach_lets_both_pass(pair: Pair) -> None:
+    """Teardown begins with it."""
+    assert pair.both(lambda rank: pair.groups[rank].barrier(LIMIT_S)) == [None, None]
+
+
+def test_a_peer_that_dies_fails_the_exchange_at_once(pair: Pair) -> None:
+    """A dead peer's sockets close; waiting for the whole time-out would keep clients hanging."""
+    pair.both(lambda rank: pair.groups[rank].barrier(LIMIT_S))
+    waiting = pair.threads.submit(pair.groups[0].gather, (1, 2))
+    pair.groups.pop().close()
+
+    with pytest.raises(PeerError, match="rank 1 did not take part"):
+        waiting.result(LIMIT_S)
+
+
+def test_ranks_that_do_not_meet_in_time_fail() -> None:
+    """A peer that hangs in its start must not hang this one for ever."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.raises(PeerError, match="did not meet within"):
+        RankGroups.open(1, ours, CPU, startup_timeout_s=0.2, timeout_s=1)
+
+
+def test_a_peer_that_closed_before_the_meeting_fails_it() -> None:
+    """End-of-file is the peer's death, also before the first exchange."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with ours, pytest.raises(PeerError, match="did not meet"):
+        RankGroups.open(1, ours, CPU, startup_timeout_s=LIMIT_S, timeout_s=1)
+
+
+def listening_addresses() -> set[str]:
+    """Local addresses (hexadecimal) on which this process listens for TCP."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except FileNotFoundError:
+            continue  # the descriptor that lists the directory
+        inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+def test_nothing_listens_beyond_loopback(pair: Pair) -> None:
+    """Decision 19: the store and gloo would by themselves listen on every interface of the host."""
+    assert listening_addresses() == {"0100007F"}
