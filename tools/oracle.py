@@ -93,7 +93,8 @@ def load_oracle(directory: Path) -> DeepseekV4ForCausalLM:
         values["rope_parameters"] = scaling
     config = DeepseekV4Config(**values)
     config._attn_implementation = "eager"
-    model = DeepseekV4ForCausalLM(config).float().eval()
+    model: DeepseekV4ForCausalLM = DeepseekV4ForCausalLM(config)  # float32, torch's default
+    model.train(False)
     state = rename({name: torch.from_numpy(array) for name, array in read_official(directory).items()}, config)
     inverse_frequencies = {name for name, _ in model.named_buffers() if name.endswith("inv_freq")}
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -117,8 +118,8 @@ def rename(official: dict[str, Tensor], config: DeepseekV4Config) -> dict[str, T
         if name in whole:
             renamed[whole[name]] = tensor
         elif name.startswith("layers.") and ".ffn.experts." not in name:
-            _, layer, rest = name.split(".", 2)
-            renamed[f"model.layers.{layer}.{_rename_in_layer(rest)}"] = tensor
+            _, index, rest = name.split(".", 2)
+            renamed[f"model.layers.{index}.{_rename_in_layer(rest)}"] = tensor
     for layer in range(config.num_hidden_layers):
         experts = [f"layers.{layer}.ffn.experts.{e}" for e in range(config.n_routed_experts)]
         gate_up = [torch.cat((official[f"{e}.w1.weight"], official[f"{e}.w3.weight"])) for e in experts]
@@ -196,6 +197,7 @@ def _read_file(path: Path) -> dict[str, tuple[str, NDArray[np.generic]]]:
         begin, end = info["data_offsets"]
         raw = np.frombuffer(data, np.uint8, end - begin, 8 + length + begin)
         dtype, shape = info["dtype"], info["shape"]
+        array: NDArray[np.generic]
         if dtype == "BF16":
             array = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
@@ -232,7 +234,8 @@ def oracle_logits(model: DeepseekV4ForCausalLM, ids: list[int], chunks: list[int
     tokens = torch.tensor([ids])
     if chunks is None:
         return torch.as_tensor(model(tokens, use_cache=False).logits[0])
-    outputs, start, cache = [], 0, None
+    outputs, cache = [], None
+    start = 0
     for length in chunks:
         result = model(tokens[:, start : start + length], cache=cache, use_cache=True)
         cache = result.cache

@@ -20,7 +20,16 @@ from dsparkd.model.compressor import Compressor, gather_rows
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.indexer import Indexer
 from dsparkd.model.inputs import KEY_TILE, AttentionMetadata, CompressedMetadata, ForwardInputs
-from dsparkd.model.layers import RotaryEmbedding, Rotation, WeightSource, inverse_rms, linear, rms_norm, rotate_
+from dsparkd.model.layers import (
+    RotaryEmbedding,
+    Rotation,
+    WeightSource,
+    inverse_rms,
+    linear,
+    rms_norm,
+    rotate_,
+    transposed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +61,9 @@ class Attention:
         self._groups = config.o_groups
         self._eps = config.rms_norm_eps
         self._q_rank = config.q_lora_rank
-        self._w_in = torch.cat((source.linear(f"{name}.wq_a"), source.linear(f"{name}.wkv")))
+        self._w_in = transposed(source.linear(f"{name}.wq_a"), source.linear(f"{name}.wkv"))
         self._q_norm = source.float32(f"{name}.q_norm.weight")
-        self._wq_b = source.linear(f"{name}.wq_b")
+        self._wq_b = transposed(source.linear(f"{name}.wq_b"))
         kv_norm = source.float32(f"{name}.kv_norm.weight")
         # Queries have no norm weight; theirs carries the softmax scale instead. [H + 1, d]
         scale = torch.full_like(kv_norm, self._width**-0.5)
@@ -62,7 +71,7 @@ class Attention:
         self._sink = source.float32(f"{name}.attn_sink")[None, :, None]
         wo_a = source.linear(f"{name}.wo_a").view(self._groups, config.o_lora_rank, -1)  # [G, o_lora, H / G * d]
         self._wo_a = wo_a.transpose(1, 2).contiguous()
-        self._wo_b = source.linear(f"{name}.wo_b")
+        self._wo_b = transposed(source.linear(f"{name}.wo_b"))
         self._compressor = Compressor(config, source, name, self.ratio) if self.ratio else None
         self._indexer = Indexer(config, source, f"{name}.indexer") if self.ratio == CSA_RATIO else None
 

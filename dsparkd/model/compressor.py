@@ -15,7 +15,7 @@ from torch import Tensor
 from dsparkd.kv.geometry import CSA_RATIO
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.inputs import CompressedMetadata, RingGather
-from dsparkd.model.layers import RotaryEmbedding, WeightSource, linear, ordered_sum, rms_norm, rotate_
+from dsparkd.model.layers import RotaryEmbedding, WeightSource, linear, ordered_sum, rms_norm, rotate_, transposed
 
 
 def gather_rows(ring: Tensor, chunk: Tensor, gather: RingGather) -> Tensor:
@@ -47,8 +47,8 @@ class Compressor:
             [source.float32(f"{part}.{suffix}") for part in names] for suffix in ("wkv.weight", "wgate.weight", "ape")
         )
         # [values | gates], each [A main, A index, B main, B index] (CSA) or [main] (HCA)
-        self._weight = torch.cat(
-            [part.chunk(halves)[half] for group in (values, gates) for half in range(halves) for part in group]
+        self._weight = transposed(
+            *(part.chunk(halves)[half] for group in (values, gates) for half in range(halves) for part in group)
         )
         self._ape = torch.cat([part.chunk(halves, 1)[half] for half in range(halves) for part in apes], 1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsparkd.kernels import hyper_connection as kernel
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import WeightSource, inverse_rms, linear, sigmoid
+from dsparkd.model.layers import WeightSource, inverse_rms, linear, sigmoid, transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class HyperConnection:
         self._iterations = config.hc_sinkhorn_iters
         self._eps = config.hc_eps
         self._norm_eps = config.rms_norm_eps
-        self._fn = source.float32(f"{name}_fn")  # [(2 + S) * S, S * D]
+        self._fn = transposed(source.float32(f"{name}_fn"))  # [S * D, (2 + S) * S]
         self._base = source.float32(f"{name}_base")
         pre, post, comb = source.float32(f"{name}_scale").unbind()
         self._scale = torch.cat((pre.expand(S), post.expand(S), comb.expand(S * S)))
@@ -58,7 +58,7 @@ class HyperHead:
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str) -> None:
         self._eps = config.hc_eps
         self._norm_eps = config.rms_norm_eps
-        self._fn = source.float32(f"{prefix}hc_head_fn")  # [S, S * D]
+        self._fn = transposed(source.float32(f"{prefix}hc_head_fn"))  # [S * D, S]
         self._base = source.float32(f"{prefix}hc_head_base")
         self._scale = source.float32(f"{prefix}hc_head_scale")
 

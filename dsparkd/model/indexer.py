@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.inputs import KEY_TILE
-from dsparkd.model.layers import Rotation, WeightSource, linear, ordered_sum, rotate_
+from dsparkd.model.layers import Rotation, WeightSource, linear, ordered_sum, rotate_, transposed
 
 
 class Indexer:
@@ -19,9 +19,9 @@ class Indexer:
     def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
         self.topk = config.index_topk
         self._heads = config.index_n_heads
-        self._wq_b = source.linear(f"{name}.wq_b")
+        self._wq_b = transposed(source.linear(f"{name}.wq_b"))
         scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-        self._head_weights = source.float32(f"{name}.weights_proj.weight") * scale
+        self._head_weights = transposed(source.float32(f"{name}.weights_proj.weight") * scale)
 
     def query(self, residual: Tensor, x32: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """residual [T, q_lora], x32 [T, D] float32 -> float32 queries [T, h, i] and head weights [T, h]."""

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dsparkd.model.config import ModelConfig, YarnScaling
 
@@ -35,9 +34,17 @@ class WeightSource(Protocol):
         """The int64 tensor NAME."""
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, I] times weight [O, I] transposed, in their common dtype; M is a multiple of ROW_TILE."""
-    return functional.linear(x, weight)
+def transposed(*weights: Tensor) -> Tensor:
+    """Stack weights [O, I] by their outputs and lay them out as [I, O], the operand of `linear`.
+
+    A product of few rows is bound by reading its weight, and reads this layout a third faster.
+    """
+    return torch.cat(weights).t().contiguous()
+
+
+def linear(x: Tensor, operand: Tensor) -> Tensor:
+    """x [M, I] times operand [I, O], in their common dtype; M is a multiple of ROW_TILE."""
+    return torch.mm(x, operand)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.inputs import ROW_TILE
-from dsparkd.model.layers import WeightSource, linear, silu, sqrt_softplus
+from dsparkd.model.layers import WeightSource, linear, silu, sqrt_softplus, transposed
 
 NUM_SHARDS = 2
 
@@ -47,8 +47,8 @@ class Experts:
         self._dtype = source.dtype
         self.width = config.hidden_size
         ids = range(self._first, self._first + self._count)
-        self._w13 = [torch.cat((source.linear(f"{prefix}.{e}.w1"), source.linear(f"{prefix}.{e}.w3"))).t() for e in ids]
-        self._w2 = [source.linear(f"{prefix}.{e}.w2").t() for e in ids]
+        self._w13 = [transposed(source.linear(f"{prefix}.{e}.w1"), source.linear(f"{prefix}.{e}.w3")) for e in ids]
+        self._w2 = [transposed(source.linear(f"{prefix}.{e}.w2")) for e in ids]
 
     def partial(self, rows: Tensor) -> Tensor:
         """Packed rows [R, C] of `pack` -> the sum over this shard's experts, ascending, [R, D] float32."""
@@ -137,13 +137,12 @@ class MoE:
         self._limit = config.swiglu_limit
         self._dtype = source.dtype
         self._packed_width = config.hidden_size * source.dtype.itemsize // 4 + 2 * self._top_k
-        self._gate = source.float32(f"{name}.gate.weight")
+        self._gate = transposed(source.float32(f"{name}.gate.weight"))
         self._table = source.integer(f"{name}.gate.tid2eid") if hashed else None
         self._bias = None if hashed else source.float32(f"{name}.gate.bias")
-        self._shared_w13 = torch.cat(
-            (source.linear(f"{name}.shared_experts.w1"), source.linear(f"{name}.shared_experts.w3"))
-        )
-        self._shared_w2 = source.linear(f"{name}.shared_experts.w2")
+        shared = f"{name}.shared_experts"
+        self._shared_w13 = transposed(source.linear(f"{shared}.w1"), source.linear(f"{shared}.w3"))
+        self._shared_w2 = transposed(source.linear(f"{shared}.w2"))
         self.experts = Experts(config, source, f"{name}.experts", rank)
 
     def forward(self, x: Tensor, input_ids: Tensor, num_tokens: int, exchange: ExpertExchange) -> Tensor:

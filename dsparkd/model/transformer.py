@@ -15,7 +15,7 @@ from dsparkd.model.attention import Attention, Rotations
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.hyper_connection import HyperConnection, HyperHead
 from dsparkd.model.inputs import ForwardInputs
-from dsparkd.model.layers import WeightSource, compressed_rotary, linear, main_rotary, ordered_sum, rms_norm
+from dsparkd.model.layers import WeightSource, compressed_rotary, linear, main_rotary, ordered_sum, rms_norm, transposed
 from dsparkd.model.moe import ExpertExchange, MoE
 
 
@@ -65,7 +65,7 @@ class Transformer:
         self.blocks = [Block(config, source, layer, rank) for layer in range(config.num_hidden_layers)]
         self._head_connection = HyperHead(config, source, "")
         self._norm = source.float32("norm.weight")
-        self._head = source.float32("head.weight")  # the product is float32: its weight is stored so
+        self._head = transposed(source.float32("head.weight"))  # the product is float32: its weight is stored so
         self._main_rotary = main_rotary(config, device)
         self._compressed_rotary = compressed_rotary(config, device)
 

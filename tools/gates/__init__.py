@@ -1,0 +1,1 @@
+"""Gates: commands that prove what the project claims, `python -m tools.gates NAME`."""
