@@ -178,6 +178,7 @@ class AsyncChannel(Generic[M]):
         self._send_timeout_s = send_timeout_s
         self._writing = False
         self._waiters: list[asyncio.Future[None]] = []
+        self._receiver: asyncio.Future[None] | None = None
         self._failure: PeerError | None = None
 
     @classmethod
@@ -256,23 +257,26 @@ class AsyncChannel(Generic[M]):
 
     async def _readable(self) -> None:
         # The descriptor is watched only while somebody waits, so a reader that is slow slows the peer down.
-        readable = self._loop.create_future()
-        self._loop.add_reader(self._channel.fileno(), _resolve, readable)
+        self._receiver = self._loop.create_future()
+        self._loop.add_reader(self._channel.fileno(), self._on_readable)
         try:
-            await readable
+            await self._receiver
         finally:
+            self._receiver = None
             if self._channel.fileno() >= 0:
                 self._loop.remove_reader(self._channel.fileno())
 
+    def _on_readable(self) -> None:
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+
     def close(self) -> None:
-        """Close the socket; waiting senders fail."""
+        """Close the socket; who waits to send or to receive fails."""
         if self._channel.fileno() < 0:
             return
-        self._fail(PeerError(f"the channel to {self._channel.name} was closed here"))
+        closed = PeerError(f"the channel to {self._channel.name} was closed here")
+        self._fail(closed)
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_exception(closed)

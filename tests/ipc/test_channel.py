@@ -276,15 +276,16 @@ async def test_an_async_receiver_learns_of_the_end(pair: Pair) -> None:
     end.close()
 
 
-async def test_closing_releases_waiting_senders(pair: Pair) -> None:
+async def test_closing_releases_waiting_senders_and_the_receiver(pair: Pair) -> None:
     """Every wait has an owner that can end it."""
     end = opened(pair[0], 60.0)
+    receiving = asyncio.ensure_future(end.receive())
     sends = [asyncio.ensure_future(end.send(batch(64, frame))) for frame in range(64)]
     await asyncio.sleep(0)
     waiting = [send for send in sends if not send.done()]
     assert waiting
 
     end.close()
-    results = await asyncio.gather(*waiting, return_exceptions=True)
+    results = await asyncio.gather(*waiting, receiving, return_exceptions=True)
 
     assert all(isinstance(result, PeerError) for result in results)

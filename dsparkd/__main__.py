@@ -1,0 +1,185 @@
+"""The command line: serve, check-config. Imports no torch, and nothing that starts threads before the fork."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import dsparkd
+from dsparkd import config as config_module
+from dsparkd import log as log_module
+from dsparkd import supervisor
+from dsparkd.config import Config, Hardware
+from dsparkd.errors import EXIT_OK, ConfigError, StartError
+from dsparkd.ipc.wiring import make_wiring
+from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
+from dsparkd.model.checkpoint import StoredDtype, TensorSpec, Use, expected_tensors
+from dsparkd.model.config import ModelConfig, load_model_config
+
+if TYPE_CHECKING:
+    from hypercorn.typing import ASGIFramework
+
+    from dsparkd.metrics import Registry
+    from dsparkd.routing.router import Router
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 70 or 78; 2 for a command line that cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="dsparkd", description="Serves DeepSeek-V4 checkpoints on two co-located data-parallel ranks."
+    )
+    parser.add_argument("command", nargs="?", choices=("serve", "check-config"), default="serve", help="default: serve")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; conf/dsparkd.toml explains every key")
+    parser.add_argument("--version", action="version", version=f"dsparkd {dsparkd.__version__}")
+    options = parser.parse_args(arguments)
+    if options.config is None:
+        parser.error("name the configuration: --config FILE")
+    try:
+        config = config_module.resolve(config_module.load(options.config), find_hardware())
+        model = load_model_config(Path(config.engine.checkpoint))
+        sizes = check_memory(config, model)
+        if options.command == "check-config":
+            sys.stdout.write(render_config(config) + "\n" + render_memory(config, model, sizes))
+            return EXIT_OK
+        return serve(config)
+    except StartError as error:
+        sys.stderr.write(f"dsparkd: {error}\n")
+        return error.exit_code
+
+
+def find_hardware() -> Hardware:
+    """Count the CUDA devices that this process may use, without loading the driver into the parent."""
+    devices = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # the driver's own switch, which the ranks' CUDA obeys
+    if visible is not None:
+        return Hardware(num_cuda_devices=min(len(devices), len([part for part in visible.split(",") if part.strip()])))
+    return Hardware(num_cuda_devices=len(devices))
+
+
+def serve(config: Config) -> int:
+    """Bind, fork, then run the parent. Raises ConfigError when the address is taken."""
+    # A stop signal that comes before the loop can handle it waits; the children get their own handling in the fork.
+    signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
+    log_module.configure("parent", None, config.log.format, config.log.level)
+    listener = supervisor.bind_listener(config.server)
+    wiring = make_wiring()
+    children = supervisor.fork_children(config, wiring)
+    return supervisor.serve(config, wiring.parent, children, listener, _build_app)
+
+
+def _build_app(config: Config, router: Router, registry: Registry) -> ASGIFramework:
+    # Imported after the fork: the children need none of it.
+    from dsparkd.http.app import build_app
+
+    return build_app(config, router, registry)
+
+
+# ---- check-config
+
+
+def render_config(config: Config) -> str:
+    """Return the resolved tree as TOML; a key without a value is a comment."""
+    lines = []
+    for table in config.__struct_fields__:
+        lines.append(f"[{table}]")
+        section = getattr(config, table)
+        for key in section.__struct_fields__:
+            value = getattr(section, key)
+            text = msgspec.json.encode(value).decode()  # TOML's spelling for strings, numbers and booleans alike
+            lines.append(f"# {key} is not set" if value is None else f"{key} = {text}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def check_memory(config: Config, model: ModelConfig) -> PoolSizes | None:
+    """Return how a rank's pools divide the configured bytes; None when the budget is a fraction of the device.
+
+    Raises ConfigError when not even one sequence of engine.max_context_tokens fits.
+    """
+    if config.kv.device_bytes is None:
+        return None
+    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype)
+    sizes = fit_pool(geometry, config.kv.device_bytes, config.scheduler.max_rows, config.kv.snapshot_share)
+    needed = geometry.num_pages_for(config.engine.max_context_tokens + model.gamma + 1)
+    usable = sizes.num_pages - 1  # page 0 belongs to padding
+    if needed > usable:
+        raise ConfigError(
+            "engine.max_context_tokens",
+            config.engine.max_context_tokens,
+            f"takes {needed} pages, kv.device_bytes ({config.kv.device_bytes}) gives {usable}; change one of them",
+        )
+    return sizes
+
+
+def weight_bytes(model: ModelConfig, dtype: str) -> tuple[int, int]:
+    """Return bytes of one rank's shared weights and of its half of the experts, in the engine's dtype."""
+    shared = expert = 0
+    for spec in expected_tensors(model).values():
+        size = _loaded_bytes(spec, dtype)
+        if spec.use is Use.TARGET:
+            shared += size
+        elif spec.use is Use.EXPERT:
+            expert += size
+    return shared, expert // 2
+
+
+def _loaded_bytes(spec: TensorSpec, dtype: str) -> int:
+    """Return what a stored tensor takes once it is dequantised; scales are gone then."""
+    count = 1
+    for length in spec.shape:
+        count *= length
+    width = 4 if dtype == "float32" else 2
+    sizes = {
+        StoredDtype.BF16: count * width,
+        StoredDtype.F32: count * 4,
+        StoredDtype.I64: count * 8,
+        StoredDtype.I8: 2 * count * width,  # two FP4 numbers a byte
+        StoredDtype.F8_E4M3: count * width,
+        StoredDtype.F8_E8M0: 0,
+    }
+    return sizes[spec.dtype]
+
+
+def render_memory(config: Config, model: ModelConfig, sizes: PoolSizes | None) -> str:
+    """Return the table of what one rank will hold, pool by pool."""
+    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype)
+    shared, experts = weight_bytes(model, config.engine.dtype)
+    rows = [("weights, shared", "", "", shared), ("weights, experts of this rank", "", "", experts)]
+    if sizes is not None:
+        rows += _pool_rows(geometry, sizes)
+    lines = [f"memory of each rank ({config.engine.device}, {config.engine.dtype})"]
+    lines += [f"  {name:<30} {count:>8} {each:>14} {_mib(total):>14}" for name, count, each, total in rows]
+    if sizes is None:
+        lines.append(f"  kv pools: {config.kv.device_fraction} of the device's free memory, divided at start:")
+        pools = (("page", geometry.page_bytes), ("rings", geometry.slot_bytes), ("snapshot", geometry.snapshot_bytes))
+        lines += [f"  {name:<30} {'':>8} {f'{each} B':>14}" for name, each in pools]
+    else:
+        lines.append(f"  {'total':<30} {'':>8} {'':>14} {_mib(sum(row[3] for row in rows)):>14}")
+        tokens = (sizes.num_pages - 1) * geometry.page_tokens
+        lines.append(f"  room for {tokens} tokens in cache, {sizes.num_slots - 1} running sequences")
+    return "\n".join(lines) + "\n"
+
+
+def _pool_rows(geometry: KVGeometry, sizes: PoolSizes) -> list[tuple[str, str, str, int]]:
+    pools = (
+        (f"kv pages of {geometry.page_tokens} tokens", sizes.num_pages, geometry.page_bytes),
+        ("rings of running sequences", sizes.num_slots, geometry.slot_bytes),
+        ("boundary snapshots", sizes.num_snapshots, geometry.snapshot_bytes),
+    )
+    return [(name, str(count), f"{each} B", count * each) for name, count, each in pools]
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,484 @@
+"""The parent: forks the children, watches them, starts and stops the whole in a fixed order.
+
+Everything here runs in the parent's main thread; the children are forked before a loop or a thread exists. Whatever
+goes wrong ends all of it: exit 78 for what a restart cannot mend, 70 for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import dsparkd
+from dsparkd import log as log_module
+from dsparkd import metrics, system
+from dsparkd.config import Config, ServerConfig
+from dsparkd.errors import EXIT_FATAL, EXIT_OK, ConfigError, FatalError, PeerError, StartError
+from dsparkd.ipc.wiring import DetokenizerWiring, ParentWiring, RankWiring, Wiring
+
+if TYPE_CHECKING:
+    import hypercorn
+    from hypercorn.typing import ASGIFramework
+
+    from dsparkd.ipc.channel import AsyncChannel
+    from dsparkd.messages import FromDetokenizer, FromRank, Progress
+    from dsparkd.routing.router import Router
+
+log = log_module.get()
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ABORT_TIMEOUT_S = 5.0  # from aborting what is left to the last final event
+SURVIVOR_GRACE_S = 5.0  # L-38: how long the others get after an unexpected end
+HTTP_GRACE_S = 2.0  # for the last bytes of responses that have their final event
+BACKLOG = 1024  # connections that wait to be accepted
+CAUSE_WINDOW_S = 0.5  # how much later than its sender's end a message may be read that says more than the end
+CONSEQUENCE_DELAY_S = 0.1  # how much later than its cause the end may be seen that it brought about
+START_EXTENSION_S = 120  # of the service manager's start time-out, renewed by each progress message
+
+RANK_PATH = "dsparkd.rank:main"
+DETOKENIZER_PATH = "dsparkd.detokenizer:main"
+
+
+# ---- children
+
+
+@dataclass
+class Child:
+    """One child process; owned by the event loop once it is watched. exit_code is negative for a signal."""
+
+    name: str
+    role: Literal["rank", "detokenizer"]
+    pid: int
+    pidfd: int
+    exit_code: int | None = None
+    was_late: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def describe_end(self) -> str:
+        """Say who ended and how."""
+        who = f"{self.name} (pid {self.pid})"
+        if self.exit_code is None:
+            return f"{who} still runs"
+        if self.exit_code < 0:
+            return f"{who} was ended by signal {-self.exit_code}"
+        return f"{who} ended with exit code {self.exit_code}"
+
+
+def fork_children(
+    config: Config, wiring: Wiring, *, rank_path: str = RANK_PATH, detokenizer_path: str = DETOKENIZER_PATH
+) -> list[Child]:
+    """Fork the detokenizer and both ranks, close their ends here and return them.
+
+    The stop signals must be blocked by the caller until it handles them: a child ignores them before it unblocks.
+    """
+    children = [_fork_child(config, wiring, wiring.detokenizer, detokenizer_path)]
+    children += [_fork_child(config, wiring, own, rank_path) for own in wiring.ranks]
+    wiring.close_all_but(wiring.parent)
+    return children
+
+
+def _fork_child(config: Config, wiring: Wiring, own: RankWiring | DetokenizerWiring, path: str) -> Child:
+    parent_pid = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _run_child(config, wiring, own, path, parent_pid)
+    if isinstance(own, RankWiring):
+        return Child(f"rank {own.dp_rank}", "rank", pid, system.pidfd_open(pid))
+    return Child("detokenizer", "detokenizer", pid, system.pidfd_open(pid))
+
+
+def _run_child(config: Config, wiring: Wiring, own: RankWiring | DetokenizerWiring, path: str, parent_pid: int) -> None:
+    """Become the child: never returns."""
+    code = EXIT_FATAL
+    try:
+        system.set_parent_death_signal(parent_pid)
+        for number in STOP_SIGNALS:
+            # Ctrl-C and some managers signal the whole group; children stop when the parent tells them to.
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        # Only when no other process holds a copy of an end does its closing mean that its owner died. The sockets
+        # are closed as objects first: closed as bare numbers, their finalizers would later close a re-used number.
+        wiring.close_all_but(own)
+        system.close_other_fds({sock.fileno() for sock in own.sockets()})
+        is_rank = isinstance(own, RankWiring)
+        log_module.configure(
+            "rank" if is_rank else "detokenizer",
+            own.dp_rank if isinstance(own, RankWiring) else None,
+            config.log.format,
+            config.log.level,
+        )
+        module, function = path.split(":")
+        code = getattr(importlib.import_module(module), function)(config, own)
+    except Exception:  # a process main: what its own main did not expect
+        log.error("child_crashed", exc_info=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: the stack below belongs to the parent's program.
+        os._exit(code)
+
+
+class ChildWatch:
+    """Sees the end of every child through its pidfd, at once. Owned by the event loop.
+
+    While armed any end, exit code 0 included, is unexpected and reported.
+    """
+
+    def __init__(
+        self, children: Sequence[Child], on_unexpected_end: Callable[[Child], None], tally: metrics.Tally
+    ) -> None:
+        self._children = children
+        self._on_unexpected_end = on_unexpected_end
+        self._tally = tally
+        self._armed = False
+
+    def arm(self) -> None:
+        """Start watching. Call once, inside the running loop."""
+        self._armed = True
+        loop = asyncio.get_running_loop()
+        for child in self._children:
+            loop.add_reader(child.pidfd, self._on_end, child)
+
+    def disarm(self) -> None:
+        """From here on ends are expected."""
+        self._armed = False
+
+    def _on_end(self, child: Child) -> None:
+        code = system.reap_nowait(child.pid)
+        if code is None:
+            return
+        asyncio.get_running_loop().remove_reader(child.pidfd)
+        os.close(child.pidfd)
+        child.exit_code = code
+        child.ended.set()
+        self._tally.inc(metrics.CHILD_EXITS, child.role, self._result(child))
+        log.info("child_ended", child=child.name, child_pid=child.pid, exit_code=code, expected=not self._armed)
+        if self._armed:
+            self._on_unexpected_end(child)
+
+    def _result(self, child: Child) -> str:
+        if child.was_late:
+            return "late"
+        if child.exit_code == EXIT_OK:
+            return "clean" if not self._armed else "failed"
+        return "killed" if child.exit_code is not None and child.exit_code < 0 else "failed"
+
+    async def wait_for_clean_exit(self, timeout_s: float) -> None:
+        """Disarm and wait for all children against one deadline.
+
+        Raises ValueError for a timeout that is not positive, and one FatalError that lists each child that still
+        runs or ended with another code than 0.
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s = {timeout_s}: use a positive number of seconds")
+        self.disarm()
+        await self._wait_for_ends(timeout_s)
+        bad = [child.describe_end() for child in self._children if child.exit_code != EXIT_OK]
+        if bad:
+            raise FatalError(f"unclean end: {'; '.join(bad)}")
+
+    async def end_all(self, grace_s: float) -> None:
+        """Disarm, let the children end by themselves for grace_s, kill those that do not, and reap all."""
+        self.disarm()
+        await self._wait_for_ends(grace_s)
+        for child in self._children:
+            if child.exit_code is None:
+                child.was_late = grace_s > 0
+                # Not reaped yet, so the pid cannot have become another process.
+                os.kill(child.pid, signal.SIGKILL)
+        await self._wait_for_ends(None)
+
+    async def _wait_for_ends(self, timeout_s: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for child in self._children:
+                    await child.ended.wait()
+
+
+# ---- the server
+
+
+def bind_listener(config: ServerConfig) -> socket.socket:
+    """Reserve the configured address; nobody can connect before `listen`. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError("server.host", config.host, f"not an address of this machine ({error})") from error
+    try:
+        # A restart finds connections of the last run in TIME_WAIT.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError("server.port", config.port, f"cannot listen on {config.host} ({error.strerror})") from error
+    return listener
+
+
+class Supervisor:
+    """Brings the server up, keeps it, takes it down. One instance, one `run`, owned by the event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        wiring: ParentWiring,
+        children: Sequence[Child],
+        listener: socket.socket,
+        build_app: Callable[[Config, Router, metrics.Registry], ASGIFramework],
+    ) -> None:
+        self._config = config
+        self._wiring = wiring
+        self._children = children
+        self._listener = listener
+        self._build_app = build_app
+        self._registry = metrics.Registry()
+        self._watch = ChildWatch(children, self._on_unexpected_end, self._registry.tally)
+        self._changed = asyncio.Event()  # set whenever something that `_until` waits for may have changed
+        self._failure: StartError | FatalError | None = None
+        self._stop_signals = 0
+        self._serving = False
+        self._channels: tuple[AsyncChannel[FromRank], AsyncChannel[FromRank], AsyncChannel[FromDetokenizer]] | tuple[()]
+        self._channels = ()
+        self._http_stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal or a failure; return the exit code. All children have ended then."""
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        log.info("starting", version=dsparkd.__version__, checkpoint=self._config.engine.checkpoint)
+        for child in self._children:
+            log.info("child_started", child=child.name, child_pid=child.pid)
+        self._watch.arm()
+        try:
+            async with asyncio.TaskGroup() as group:
+                return await self._live(group)
+        finally:
+            # Also after a bug of our own: no child outlives this line.
+            await self._watch.end_all(0)
+
+    async def _live(self, group: asyncio.TaskGroup) -> int:
+        router = await self._open_router()
+        routing = group.create_task(self._run_router(router))
+        http: asyncio.Task[None] | None = None
+        try:
+            await self._start(group, router)
+            if self._stop_signals == 0:
+                server = self._listen()
+                http = group.create_task(self._serve_http(router, server))
+                self._announce(router)
+                await self._until(lambda: self._stop_signals > 0, None)
+                await self._stop(group, router)
+            code = EXIT_OK
+        except (StartError, FatalError) as error:
+            code = error.exit_code
+            event = "server_failed" if self._serving else "start_failed"
+            log.error(event, error=str(error), exit_code=code)
+            await self._abandon(router, str(error))
+        await self._watch.end_all(0)
+        self._http_stop.set()
+        if http is not None:
+            await asyncio.wait([http], timeout=2 * HTTP_GRACE_S)
+            http.cancel()
+        routing.cancel()
+        log.info("stopped", exit_code=code)
+        return code
+
+    # ---- start
+
+    async def _open_router(self) -> Router:
+        from dsparkd.ipc.channel import AsyncChannel
+        from dsparkd.messages import decode_from_detokenizer, decode_from_rank
+        from dsparkd.routing.router import Router
+
+        timeout_s = self._config.routing.send_timeout_s
+        rank_0, rank_1 = [
+            await AsyncChannel.open(sock, decode_from_rank, send_timeout_s=timeout_s, name=f"rank {dp_rank}")
+            for dp_rank, sock in enumerate(self._wiring.ranks)
+        ]
+        detokenizer = await AsyncChannel.open(
+            self._wiring.detokenizer, decode_from_detokenizer, send_timeout_s=timeout_s, name="detokenizer"
+        )
+        self._channels = (rank_0, rank_1, detokenizer)
+        return Router(self._config, (rank_0, rank_1), detokenizer, self._registry, on_progress=self._on_progress)
+
+    async def _run_router(self, router: Router) -> None:
+        try:
+            await router.run()
+        except PeerError as error:
+            # Its process' end is the better message, and arrives within moments if there is one.
+            asyncio.get_running_loop().call_later(CAUSE_WINDOW_S, self._fail, error)
+        except (StartError, FatalError) as error:
+            self._fail(error)
+
+    async def _start(self, group: asyncio.TaskGroup, router: Router) -> None:
+        """Return when both ranks and the detokenizer are ready, or when a stop signal came."""
+        ready = group.create_task(self._await_ready(router))
+        ready.add_done_callback(lambda _: self._changed.set())
+        timeout_s = self._config.exchange.startup_timeout_s
+        try:
+            if not await self._until(lambda: ready.done() or self._stop_signals > 0, timeout_s):
+                raise FatalError(f"the ranks were not ready within exchange.startup_timeout_s ({timeout_s:g} s)")
+        finally:
+            ready.cancel()
+
+    async def _await_ready(self, router: Router) -> None:
+        try:
+            await router.started()
+        except (StartError, FatalError) as error:
+            self._fail(error)
+
+    def _on_progress(self, progress: Progress) -> None:
+        log.info(
+            "start_progress", dp_rank=progress.dp_rank, stage=progress.stage, done=progress.done, total=progress.total
+        )
+        who = "detokenizer" if progress.dp_rank < 0 else f"rank {progress.dp_rank}"
+        stage = f"{who}: {progress.stage} {progress.done}/{progress.total}"
+        system.notify(f"STATUS=starting, {stage}\nEXTEND_TIMEOUT_USEC={START_EXTENSION_S * 1_000_000}")
+
+    def _announce(self, router: Router) -> None:
+        """Say that requests are welcome: to the log, to people, to the service manager."""
+        for dp_rank, ready in enumerate(router.rank_ready()):
+            for path in ready.paths if ready is not None else ():
+                labels = (str(dp_rank), path.path)
+                self._registry.tally.set(metrics.PATH_ACTIVE, *labels, to=float(path.state == "active"))
+        self._serving = True
+        versions = (dsparkd.__version__, importlib.metadata.version("xgrammar"), "none")
+        self._registry.tally.set(metrics.BUILD_INFO, *versions, to=1)
+        host = f"[{self._config.server.host}]" if ":" in self._config.server.host else self._config.server.host
+        url = f"http://{host}:{self._config.server.port}"
+        log.info("listening", url=url)
+        if self._config.log.format == "console":
+            sys.stdout.write(f"dsparkd: listening on {url} (Ctrl-C stops it)\n")
+            sys.stdout.flush()
+        system.notify(f"READY=1\nSTATUS=listening on {url}")
+
+    def _listen(self) -> hypercorn.Config:
+        """Open the reserved address: connections wait from here on. Raises ConfigError."""
+        import hypercorn
+
+        try:
+            self._listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError("server.port", self._config.server.port, f"cannot listen ({error.strerror})") from error
+        server = hypercorn.Config()
+        server.bind = [f"fd://{self._listener.detach()}"]
+        server.backlog = BACKLOG
+        server.accesslog = None
+        server.errorlog = None
+        server.include_server_header = False
+        server.graceful_timeout = HTTP_GRACE_S
+        return server
+
+    async def _serve_http(self, router: Router, server: hypercorn.Config) -> None:
+        import hypercorn.asyncio
+
+        app = self._build_app(self._config, router, self._registry)
+        await hypercorn.asyncio.serve(app, server, shutdown_trigger=self._http_stop.wait, mode="asgi")
+
+    # ---- stop
+
+    def _on_signal(self, number: int) -> None:
+        self._stop_signals += 1
+        log.info("signal_received", signal=signal.Signals(number).name, count=self._stop_signals)
+        self._changed.set()
+
+    def _on_unexpected_end(self, child: Child) -> None:
+        # One end takes others along: who lost a peer leaves with EXIT_FATAL a moment later, or is seen first. While
+        # starting, the child's own message says why, and may still be in its socket.
+        delay_s = 0.0 if self._serving else CAUSE_WINDOW_S
+        if child.exit_code == EXIT_FATAL:
+            delay_s += CONSEQUENCE_DELAY_S
+        error = FatalError(f"{child.describe_end()} unexpectedly")
+        asyncio.get_running_loop().call_later(delay_s, self._fail, error)
+
+    def _fail(self, error: StartError | FatalError) -> None:
+        """Remember the first failure; it ends the server."""
+        if self._failure is None:
+            self._failure = error
+        self._changed.set()
+
+    async def _until(self, done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until done(); False when the time is over. Raises the failure if there is one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if self._failure is not None:
+                        raise self._failure
+                    if done():
+                        return True
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+
+    async def _stop(self, group: asyncio.TaskGroup, router: Router) -> None:
+        """Drain, abort the rest, shut the ranks down, wait for all children: in this order (L-33)."""
+        begun_ns = time.monotonic_ns()
+        timeout_s = self._config.shutdown.drain_timeout_s
+        log.info("drain_begun", outstanding=router.outstanding(), timeout_s=timeout_s)
+        system.notify("STOPPING=1\nSTATUS=draining")
+        router.begin_drain()
+        drained = group.create_task(router.drained(timeout_s))
+        drained.add_done_callback(lambda _: self._changed.set())
+        try:
+            await self._until(lambda: drained.done() or self._stop_signals > 1, timeout_s)
+        finally:
+            drained.cancel()
+        if router.outstanding():
+            log.info("drain_cut", aborted=router.outstanding())
+            router.abort_all()
+            await router.drained(ABORT_TIMEOUT_S)
+        self._watch.disarm()
+        log.info("shutdown_sent", drained_s=(time.monotonic_ns() - begun_ns) / 1e9)
+        system.notify("STATUS=stopping the ranks")
+        router.send_shutdown()
+        await self._watch.wait_for_clean_exit(self._config.shutdown.exit_timeout_s)
+
+    async def _abandon(self, router: Router, reason: str) -> None:
+        """After a failure: a readable error to each client, a short grace for the other children, then SIGKILL."""
+        system.notify(f"STOPPING=1\nSTATUS=failed: {reason[:200]}")
+        router.fail_all(reason)
+        self._watch.disarm()
+        if not self._serving:
+            await self._watch.end_all(0)
+            return
+        self._http_stop.set()
+        # An end-of-file tells the others to leave, whatever they wait for; orders may no longer reach them.
+        for channel in self._channels:
+            channel.close()
+        await self._watch.end_all(SURVIVOR_GRACE_S)
+
+
+def serve(
+    config: Config,
+    wiring: ParentWiring,
+    children: Sequence[Child],
+    listener: socket.socket,
+    build_app: Callable[[Config, Router, metrics.Registry], ASGIFramework],
+) -> int:
+    """Run the parent until its end and return the exit code."""
+    import uvloop
+
+    async def run() -> int:
+        return await Supervisor(config, wiring, children, listener, build_app).run()
+
+    try:
+        return uvloop.run(run())
+    except Exception:  # a process main: what nobody expected
+        log.error("supervisor_crashed", exc_info=True)
+        return EXIT_FATAL
