@@ -42,12 +42,15 @@ def load_transformer(
     device: torch.device,
     rank: int,
     progress: Progress | None = None,
-) -> Transformer:
-    """Load the target with one rank's experts. Raises CheckpointError naming the file or tensor that is wrong."""
+) -> tuple[Transformer, int]:
+    """Load the target with one rank's experts; returns it and the bytes that its parameters take.
+
+    Raises CheckpointError naming the file or tensor that is wrong.
+    """
     with Checkpoint(directory, config, dtype, device, (rank,), progress) as checkpoint:
         model = Transformer(config, checkpoint, rank, device)
         checkpoint.finish()
-    return model
+    return model, checkpoint.placed_bytes
 
 
 def load_both_shards(
@@ -111,6 +114,7 @@ class Checkpoint:
             }  # names that the model has still to take
             self._total_bytes = sum(_num_bytes(self._specs[name]) for name in self._unread)
             self._read_bytes = 0
+            self.placed_bytes = 0
         except CheckpointError:
             self._close()
             raise
@@ -157,7 +161,9 @@ class Checkpoint:
 
     def _place(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy to the device, always: the file's mapping ends with this object."""
-        return tensor.to(device=self._device, dtype=dtype, copy=True)
+        placed = tensor.to(device=self._device, dtype=dtype, copy=True)
+        self.placed_bytes += placed.numel() * placed.itemsize
+        return placed
 
     def _locate(self, directory: Path) -> dict[str, str]:
         """Map tensor names to file names; the index and the files must say the same."""

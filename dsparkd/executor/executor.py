@@ -1,0 +1,194 @@
+"""Executor: one step of one rank, from a plan's rows to token ids; the one class that the scheduler calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dsparkd.config import Config, KVConfig
+from dsparkd.errors import CheckpointError, ConfigError, InvariantError
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
+from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow
+from dsparkd.executor.staging import Stager, pad_rows
+from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
+from dsparkd.kv.pool import KVPool
+from dsparkd.model.config import ModelConfig, load_model_config
+from dsparkd.model.moe import ExpertExchange
+from dsparkd.model.transformer import Transformer
+from dsparkd.model.weights import load_transformer
+from dsparkd.text.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+class Executor:
+    """Owned by the tick thread. Both ranks call `step` for the same ticks, or neither does.
+
+    model_config: the checkpoint's. weight_bytes: what its parameters take on this rank.
+    sizes: how many pages, slots and snapshots there are, the null ones included.
+    """
+
+    def __init__(
+        self,
+        dp_rank: int,
+        model: Transformer,
+        weight_bytes: int,
+        pool: KVPool,
+        exchange: ExpertExchange,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.model_config = model.config
+        self.weight_bytes = weight_bytes
+        self.sizes = pool.sizes
+        self._dp_rank = dp_rank
+        self._device = model.device
+        self._model = model
+        self._pool = pool
+        self._exchange = exchange
+        self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
+        self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
+
+    @classmethod
+    def build(cls, config: Config, dp_rank: int, exchange: ExpertExchange, progress: Progress) -> Executor:
+        """Load this rank's weights and make its pools. Raises StartError that names what is wrong."""
+        device = rank_device(config, dp_rank)
+        # One thread a rank: two ranks share the machine, and a product's bits depend on how it is cut among threads.
+        torch.set_num_threads(1)
+        directory = Path(config.engine.checkpoint)
+        model_config = load_model_config(directory)
+        dtype = DTYPES[config.engine.dtype]
+        model, weight_bytes = load_transformer(
+            directory, model_config, dtype, device, dp_rank, lambda done, total: progress("weights", done, total)
+        )
+        geometry = model_config.kv_geometry(config.kv.page_tokens, config.engine.dtype)
+        budget = _budget_bytes(config.kv, device)
+        sizes = size_pool(geometry, config, budget)
+        pool = KVPool(geometry, sizes, dtype, device)
+        progress("pools", pool.device_bytes, pool.device_bytes)
+        return cls(dp_rank, model, weight_bytes, pool, exchange, Tokenizer.load(directory))
+
+    @property
+    def kv_bytes(self) -> dict[str, int]:
+        """Bytes that each pool holds."""
+        geometry, sizes = self._pool.geometry, self.sizes
+        return {
+            "pages": sizes.num_pages * geometry.page_bytes,
+            "slots": sizes.num_slots * geometry.slot_bytes,
+            "snapshots": sizes.num_snapshots * geometry.snapshot_bytes,
+        }
+
+    @torch.inference_mode()
+    def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
+        """Run one step together with the peer.
+
+        counts: tokens of rank 0 and rank 1 in this step; a rank without rows takes part while the peer has some.
+        Raises PeerError when the peer does not come, InvariantError for a plan that cannot be right.
+        """
+        if counts[self._dp_rank] != plan.num_tokens:
+            raise InvariantError(f"a plan of {plan.num_tokens} tokens in a step agreed on as {counts}")
+        for begin in plan.slot_starts:
+            if begin.snapshot is None:
+                self._pool.reset_slot(begin.slot)
+            else:
+                self._pool.load_snapshot(begin.slot, begin.snapshot, begin.position)
+        self._exchange.begin_step((pad_rows(counts[0]), pad_rows(counts[1])))
+        outputs = self._model.forward(self._stager.stage(plan), self._pool, self._exchange)
+        # After the forward pass and before the next: the rings stand at the positions that the plan names.
+        for save in plan.snapshot_saves:
+            self._pool.save_snapshot(save.slot, save.snapshot, save.position)
+        samples, prompts = _sampler_rows(plan)
+        return _step_output(plan, self._sampler.choose(outputs.logits, samples, prompts))
+
+    def close(self) -> None:
+        """Let go of weights and pools, so that their memory is free before the process groups end."""
+        del self._model, self._pool
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def rank_device(config: Config, dp_rank: int) -> torch.device:
+    """The device of one rank: cuda:{dp_rank}, made current, or cpu."""
+    if config.engine.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", dp_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def size_pool(geometry: KVGeometry, config: Config, budget_bytes: int) -> PoolSizes:
+    """Divide the budget into pages, slots and snapshots; see kv.geometry.fit_pool.
+
+    Raises ConfigError unless a sequence of engine.max_context_tokens and one draft block beyond it fits.
+    """
+    sizes = fit_pool(geometry, budget_bytes, config.scheduler.max_rows, config.kv.snapshot_share)
+    longest = config.engine.max_context_tokens + geometry.gamma + 1
+    needed, found = geometry.num_pages_for(longest), sizes.num_pages - 1
+    if needed > found:
+        raise ConfigError(
+            "kv.device_bytes",
+            budget_bytes,
+            f"holds {found * geometry.page_tokens} tokens in pages, engine.max_context_tokens needs {longest}; "
+            "raise kv.device_bytes or lower engine.max_context_tokens",
+        )
+    return sizes
+
+
+def _budget_bytes(config: KVConfig, device: torch.device) -> int:
+    """Bytes for all pools of this rank."""
+    if config.device_bytes is not None:
+        return config.device_bytes
+    if config.device_fraction is None or device.type != "cuda":
+        raise InvariantError("resolve() lets kv.device_fraction through for cuda only")
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes * config.device_fraction)
+
+
+def _has_token(tokenizer: Tokenizer, config: ModelConfig) -> list[bool]:
+    """For every id of the model's vocabulary, whether the tokenizer knows it."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size is {config.vocab_size}"
+        )
+    return [bool(tokenizer.token_bytes(token_id)) for token_id in range(config.vocab_size)]
+
+
+def _sampler_rows(plan: Plan) -> tuple[list[SampleRow], list[PromptRow]]:
+    """What the sampler does for each plan row that wants something of it, in plan order."""
+    samples, prompts = [], []
+    first_row = 0
+    for row in plan.rows:
+        if row.prompt_top_logprobs is not None:
+            prompts.append(PromptRow(first_row, _next_prompt_ids(row), row.prompt_top_logprobs))
+        first_row += row.num_logits
+        if row.sampling is not None:
+            position = row.start + len(row.input_ids)
+            samples.append(SampleRow(first_row - 1, row.sampling, row.prompt_ids, row.output_ids, position))
+    return samples, prompts
+
+
+def _next_prompt_ids(row: PlanRow) -> tuple[int, ...]:
+    """The prompt tokens that follow each token of a chunk; the prompt's last token has none."""
+    if row.num_logits != len(row.input_ids):
+        raise InvariantError(
+            f"request {row.request_id}: {row.num_logits} logit rows for its prompt's log-probabilities"
+        )
+    return row.prompt_ids[row.start + 1 : row.start + len(row.input_ids) + 1]
+
+
+def _step_output(plan: Plan, choices: Choices) -> StepOutput:
+    """Hand the sampler's results back to the plan's rows."""
+    chosen = iter(zip(choices.token_ids, choices.logprobs, strict=True))
+    read = iter(choices.prompt_logprobs)
+    rows = []
+    for row in plan.rows:
+        prompt_logprobs = next(read) if row.prompt_top_logprobs is not None else None
+        if row.sampling is None:
+            rows.append(RowOutput((), None, prompt_logprobs))
+            continue
+        token_id, logprob = next(chosen)
+        rows.append(RowOutput((token_id,), None if logprob is None else (logprob,), prompt_logprobs))
+    return StepOutput(tuple(rows))
