@@ -119,11 +119,11 @@ def test_least_recently_used_prefix_goes_first() -> None:
 
 def test_evicting_a_long_chain_falls_back_to_its_shallower_snapshot() -> None:
     """The tail goes, the common beginning stays."""
-    cache = Cache(num_pages=5)
+    cache = Cache(num_pages=6)
     cache.put(ids(1))
     cache.put(ids(1, 2, 3, 4))
 
-    assert cache.tree.allocate_pages(1) is not None
+    assert cache.tree.allocate_pages(2) is not None
 
     assert cache.hit(ids(1, 2, 3, 4)) == PAGE
     assert cache.pages.num_cached == 1

@@ -1,7 +1,7 @@
 """Two ranks in one process: real loops, queues and socket channels over a fake device that checks what it is told.
 
-The device's token is a pure function of the sequence, so any mistake in scheduling shows as a wrong id; its pages, rings
-and snapshots hold what a real one's would, so any mistake in memory shows as foreign content.
+The device's token is a pure function of the sequence, so any mistake in scheduling shows as a wrong id; its pages,
+rings and snapshots hold what a real one's would, so any mistake in memory shows as foreign content.
 """
 
 from __future__ import annotations

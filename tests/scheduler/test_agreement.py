@@ -36,7 +36,7 @@ def agree(rank0: Payload, rank1: Payload, streak: int = 0) -> Agreement:
 
 
 def test_both_ranks_compute_the_same_from_the_same_fourteen_numbers() -> None:
-    """X-10: over all votes, kinds, counts, intents and streaks f(a, b) mirrors f(b, a), so each rank gets one result."""
+    """X-10: over all votes, kinds, counts, intents and streaks f(a, b) mirrors f(b, a): one result for both."""
     votes = list(itertools.product((0, 1), repeat=3))
     intents = [Intent.NONE, Intent.STOP, Intent.MAY_PARK, Intent.STOP | Intent.MAY_PARK]
     cases = [

@@ -417,8 +417,12 @@ def test_a_full_channel_fails_the_pair_instead_of_blocking(lab, pair):
     rank = pair.ranks[0]
     rank._own[1]._max_pending_bytes = 1 << 12
     rank.detokenizer.receive_nowait = list
-    with pytest.raises(PeerError, match="detokenizer does not read"):
+
+    def serve_without_a_reader():
         for number in range(400):
             items = [lab.request(f"f{number}-{item}", 1, max_tokens=1, stop_strings=["z" * 500]) for item in range(8)]
             rank.submit(*items)
             pair.tick(2)
+
+    with pytest.raises(PeerError, match="detokenizer does not read"):
+        serve_without_a_reader()
