@@ -142,13 +142,13 @@ class Planner:
 
         A chunk that does not end its prompt ends at a page end, so every later chunk starts at one.
         """
-        start = request.num_computed
-        wanted = self._next_stop(request) - start
-        if wanted <= left:
+        wanted = self._next_stop(request) - request.num_computed
+        ends_prompt = request.num_computed + wanted == request.num_tokens
+        if wanted <= left and (ends_prompt or not others_wait):
             return wanted
         page_tokens = self._limits.page_tokens
         share = max(left // 2, page_tokens) if others_wait else left
-        return min(share, left) // page_tokens * page_tokens
+        return min(wanted, share, left) // page_tokens * page_tokens
 
     def _next_stop(self, request: Request) -> int:
         """The first position after num_computed where a chunk has to end."""

@@ -1,0 +1,219 @@
+"""The meeting of two ranks, and kicks that end exactly the park they were meant for."""
+
+from __future__ import annotations
+
+import random
+import resource
+import select
+import socket
+import threading
+import time
+
+import pytest
+
+from dsparkd.errors import PeerError
+from dsparkd.messages import Shutdown
+from dsparkd.scheduler.agreement import Channel
+from dsparkd.scheduler.exchange import GlooExchange, Words
+
+
+def words(seed: int) -> Words:
+    return Words(tuple(seed * 10 + index for index in range(7)), tuple(seed * 100 + index for index in range(6)), seed)
+
+
+@pytest.fixture
+def both(lab):
+    """Two exchanges that meet between threads."""
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    meeting = lab.Meeting()
+    made = [GlooExchange(meeting.gather_for(rank), sockets[rank]) for rank in (0, 1)]
+    yield made
+    for exchange in made:
+        exchange.close()
+
+
+def on_both(act):
+    """Run act(0) and act(1) in two threads; returns results or exceptions."""
+    results = [None, None]
+
+    def run(rank):
+        try:
+            results[rank] = act(rank)
+        except PeerError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_both_ranks_get_both_payloads_in_rank_order(both):
+    """X-10: fields, extras and intent arrive untouched, and exchanges are numbered from 1."""
+    for round_number in (1, 2, 3):
+        got = on_both(lambda rank: both[rank].exchange(Channel.PLAN, words(rank + 1)))
+        assert got[0] == got[1] == (words(1), words(2))
+        assert [exchange.sequence(Channel.PLAN) for exchange in both] == [round_number] * 2
+        assert both[0].sequence(Channel.TIER) == 0
+
+
+def test_crossed_channels_are_refused_on_both_sides(both):
+    """X-13: a tag that is not the channel's means that the ranks are in different exchanges."""
+    got = on_both(lambda rank: both[rank].exchange(Channel(rank), words(1)))
+    assert all(isinstance(result, PeerError) and "channel" in str(result) for result in got)
+
+
+def test_a_skipped_exchange_is_refused_on_both_sides(both):
+    """X-26's sibling: one rank made an exchange that the other did not."""
+    both[0]._sequences[Channel.PLAN] += 1
+    got = on_both(lambda rank: both[rank].exchange(Channel.PLAN, words(1)))
+    assert all(isinstance(result, PeerError) and "exchange" in str(result) for result in got)
+
+
+def test_a_kick_ends_only_its_own_park(both):
+    """X-28: when both wake at once, each finds the other's kick during its next park, where it is too old."""
+    on_both(lambda rank: both[rank].exchange(Channel.PLAN, words(1)))
+    assert not both[1].take_kick()
+    both[0].kick()
+    both[1].kick()  # both were woken by messages of their own
+    on_both(lambda rank: both[rank].exchange(Channel.PLAN, words(1)))
+
+    assert [exchange.take_kick() for exchange in both] == [False, False]
+
+    both[0].kick()
+    assert both[1].take_kick()
+    assert not both[1].take_kick()
+
+
+def test_a_dead_peer_is_seen_by_kick_and_park(both):
+    """X-21's purpose over gloo: the socket's end is the peer's death."""
+    both[1].close()
+    assert select.select([both[0].fileno()], [], [], 1)[0]
+    with pytest.raises(PeerError, match="closed"):
+        both[0].take_kick()
+    with pytest.raises(PeerError, match="closed"):
+        both[0].kick()
+
+
+class Runner:
+    """Two loops in two threads, each in `run`."""
+
+    def __init__(self, pair) -> None:
+        self.pair = pair
+        self.failures = []
+        self.threads = [threading.Thread(target=self._run, args=(rank,)) for rank in pair.ranks]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, rank) -> None:
+        try:
+            rank.loop.run()
+        except PeerError as error:
+            self.failures.append(error)
+
+    def wait_for(self, condition) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, "did not happen"
+            assert not self.failures, self.failures
+            for rank in self.pair.ranks:
+                rank.collect()
+            time.sleep(0.0005)
+
+    def stop(self) -> None:
+        self.pair.ranks[1].parent.send_nowait(Shutdown())
+        self.wait_for(lambda: not any(thread.is_alive() for thread in self.threads))
+        for rank in self.pair.ranks:
+            rank.collect()
+
+
+@pytest.fixture
+def runner(pair):
+    pair.clock.__class__ = type("RealClock", (), {"__call__": lambda _self: time.monotonic_ns()})
+    made = Runner(pair)
+    yield made
+    for rank in pair.ranks:  # ends threads that a failed test left behind
+        rank.parent.close()
+    for thread in made.threads:
+        thread.join(10)
+
+
+def test_parked_ranks_wake_for_every_message(lab, pair, runner):
+    """X-28: 300 random wakes of one rank, the other or both at once: each request is served, and nothing hangs."""
+    dice = random.Random(5)
+    for number in range(300):
+        ranks = dice.choice([(0,), (1,), (0, 1)])
+        for dp_rank in ranks:
+            pair.ranks[dp_rank].submit(lab.request(f"w{number}", 3, max_tokens=2, ignore_eos=True))
+        runner.wait_for(
+            lambda ranks=ranks, name=f"w{number}": all(
+                name in pair.ranks[rank].deltas and pair.ranks[rank].deltas[name][-1].finish for rank in ranks
+            )
+        )
+        if dice.random() < 0.5:
+            runner.wait_for(lambda: all(rank.snapshots[-1].parked for rank in pair.ranks))
+    runner.stop()
+    assert pair.ranks[0].value("dsparkd_parks_total") > 100
+    assert pair.ranks[0].exchange.sequence(Channel.PLAN) == pair.ranks[1].exchange.sequence(Channel.PLAN)
+    assert sum(rank.loop._tick for rank in pair.ranks) == 2 * pair.ranks[0].loop._tick
+
+
+def test_a_parked_rank_beats_and_uses_no_core(pair, runner):
+    """L-13, X-28: snapshots go on at the heartbeat, marked parked, while the tick stands still and no CPU is burnt."""
+    runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
+    before = [(rank.snapshots[-1].sequence, rank.snapshots[-1].tick) for rank in pair.ranks]
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(0.5)  # five heartbeats
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    runner.wait_for(
+        lambda: all(
+            rank.snapshots[-1].sequence >= sequence + 3 for rank, (sequence, _) in zip(pair.ranks, before, strict=True)
+        )
+    )
+    assert [rank.snapshots[-1].tick for rank in pair.ranks] == [tick for _, tick in before]
+    # Wakes are counted, not timed: a poll loop that spins switches thousands of times.
+    assert usage.ru_nvcsw - used.ru_nvcsw < 200
+    assert all(rank.watch.disarmed for rank in pair.ranks)
+    runner.stop()
+
+
+def test_metrics_are_flushed_when_a_rank_parks(pair, runner):
+    """M-03: the last window before a park is not lost until the next event."""
+    runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
+    runner.wait_for(lambda: all(rank.frames for rank in pair.ranks))
+    frame = pair.ranks[0].frames[-1]
+    assert frame.values["dsparkd_exchange_calls_total\x000\x00plan"] == pair.ranks[0].exchange.sequence(Channel.PLAN)
+    assert frame.values["dsparkd_parks_total\x000"] == 1
+    runner.stop()
+
+
+def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):
+    """R38: the parent's end wakes the rank, which fails, and with it its peer, instead of sleeping for ever."""
+    runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
+    pair.ranks[0].parent.close()
+    pair.ranks[1].exchange._gather = refuse
+    for thread in runner.threads:
+        thread.join(20)
+    assert len(runner.failures) == 2
+    assert any("parent closed" in str(failure) for failure in runner.failures)
+
+
+def refuse(_words):
+    raise PeerError("the peer did not come")
+
+
+@pytest.mark.parametrize("apart", range(3))
+def test_a_stop_given_to_one_rank_ends_both_at_one_exchange(lab, pair, runner, apart):
+    """X-27: Shutdown delivered some ticks apart, under load: last sequences are equal and nothing is lost."""
+    for rank in pair.ranks:
+        rank.submit(*[lab.request(f"s{item}", 20, max_tokens=30, ignore_eos=True) for item in range(8)])
+    pair.ranks[apart % 2].parent.send_nowait(Shutdown())
+    runner.wait_for(lambda: not any(thread.is_alive() for thread in runner.threads))
+    for rank in pair.ranks:
+        rank.collect()
+        assert sorted(rank.farewells) == [f"detokenizer:rank{rank.dp_rank}", f"parent:rank{rank.dp_rank}"]
+        assert {request_id: rank.output(request_id)[1] for request_id in rank.deltas}.keys() <= set(rank.admitted)
+        rank.assert_nothing_held()
+    assert pair.ranks[0].exchange.sequence(Channel.PLAN) == pair.ranks[1].exchange.sequence(Channel.PLAN)
