@@ -1,0 +1,1 @@
+"""Benches: commands that measure, `python -m tools.bench NAME`."""
