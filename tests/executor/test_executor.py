@@ -1,0 +1,351 @@
+"""Steps over a small checkpoint of every layer kind: the same ids whatever the way in which they are computed."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, SchedulerConfig, resolve
+from dsparkd.errors import CheckpointError, ConfigError, InvariantError
+from dsparkd.executor.collectives import RankGroups
+from dsparkd.executor.executor import Executor, size_pool
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, StepKind
+from dsparkd.kv.geometry import PoolSizes
+from dsparkd.kv.pool import KVPool
+from dsparkd.messages import SamplingParams
+from dsparkd.model.config import load_model_config
+from dsparkd.model.weights import load_both_shards
+from dsparkd.text.tokenizer import Tokenizer
+from tools.random_checkpoint import nano_config, write_checkpoint
+
+CPU = torch.device("cpu")
+PAGE = 128
+VOCAB = 320
+NUM_TOKENS = 259  # ids that the tokenizer knows
+GREEDY = SamplingParams(max_tokens=64, seed=1, temperature=0.0)
+SEEDED = SamplingParams(max_tokens=64, seed=77, temperature=0.9, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, all kinds, unquantized, no drafter."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    values = {key: value for key, value in nano_config(VOCAB, 2).items() if not key.startswith("dspark")}
+    values |= {
+        "num_hidden_layers": 4,
+        "compress_ratios": [0, 4, 128, 4],
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 32,
+        "o_lora_rank": 16,
+        "index_head_dim": 32,
+        "index_topk": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_hash_layers": 1,
+        "quantization_config": None,
+        "expert_dtype": None,
+    }
+    write_checkpoint(directory, values, seed=3)
+    alphabet = {chr(256 + i): i for i in range(256)}
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte) if byte in printable else chr(256 + hidden.index(byte)): byte for byte in range(256)}
+    names = ["<bos>", "<eos>", "<pad>"]
+    added = [{"id": 256 + i, "content": name, "special": True} for i, name in enumerate(names)]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    whole = {
+        "version": "1.0",
+        "added_tokens": [entry | flags for entry in added],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": alphabet, "merges": []},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(whole))
+    return directory
+
+
+def config_of(checkpoint: Path, device_bytes: int = 4 << 20, max_context_tokens: int = 1024) -> Config:
+    """A cpu server's configuration over the checkpoint."""
+    return resolve(
+        Config(
+            engine=EngineConfig(
+                checkpoint=str(checkpoint), device="cpu", dtype="float32", max_context_tokens=max_context_tokens
+            ),
+            kv=KVConfig(device_bytes=device_bytes, page_tokens=PAGE),
+            scheduler=SchedulerConfig(max_rows=6),
+        ),
+        Hardware(num_cuda_devices=0),
+    )
+
+
+@pytest.fixture(scope="module")
+def executor(checkpoint: Path) -> Executor:
+    """Both shards in this process; tests use slots, pages and snapshots of their own and may leave them dirty."""
+    torch.set_num_threads(1)
+    config = load_model_config(checkpoint)
+    model, exchange = load_both_shards(checkpoint, config, torch.float32, CPU)
+    pool = KVPool(config.kv_geometry(PAGE, "float32"), PoolSizes(40, 7, 4), torch.float32, CPU)
+    return Executor(0, model, 0, pool, exchange, Tokenizer.load(checkpoint))
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Ids of known tokens."""
+    return tuple(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+class Sequence:
+    """What a scheduler keeps of one request, as far as its plan rows need it."""
+
+    def __init__(self, name: str, ids: tuple[int, ...], params: SamplingParams, slot: int, first_page: int) -> None:
+        self.name = name
+        self.prompt_ids = ids
+        self.params = params
+        self.slot = slot
+        self.pages = tuple(range(first_page, first_page + 6))
+        self.output_ids: tuple[int, ...] = ()
+        self.computed = 0
+
+    def row(self, limit: int = 10**6, top: int | None = None) -> PlanRow:
+        """The next chunk of at most `limit` tokens; it samples when it reaches the end."""
+        known = self.prompt_ids + self.output_ids
+        ids = known[self.computed : self.computed + limit]
+        last = self.computed + len(ids) == len(known)
+        return PlanRow(
+            request_id=self.name,
+            slot=self.slot,
+            input_ids=ids,
+            start=self.computed,
+            page_table=self.pages,
+            num_logits=len(ids) if top is not None else int(last),
+            sampling=self.params if last else None,
+            prompt_ids=self.prompt_ids,
+            output_ids=self.output_ids,
+            prompt_top_logprobs=top,
+        )
+
+    def take(self, row: PlanRow, output: RowOutput) -> None:
+        """Commit a row's output."""
+        self.computed += len(row.input_ids)
+        self.output_ids += output.token_ids
+
+
+def run(executor: Executor, rows: list[PlanRow], **parts: tuple) -> tuple[RowOutput, ...]:  # type: ignore[type-arg]
+    """One step without a peer."""
+    plan = Plan(StepKind.MIXED, tuple(rows), **parts)
+    return executor.step(plan, (plan.num_tokens, 0)).rows
+
+
+def generate(executor: Executor, sequences: list[Sequence], count: int, chunk: int = 10**6) -> None:
+    """Run sequences together until each has `count` outputs; short ones decode while long ones prefill."""
+    starts = tuple(SlotStart(s.slot, None, 0) for s in sequences if s.computed == 0)
+    while live := [s for s in sequences if len(s.output_ids) < count]:
+        rows = [s.row(chunk) for s in live]
+        outputs = run(executor, rows, slot_starts=starts)
+        starts = ()
+        for sequence, row, output in zip(live, rows, outputs, strict=True):
+            sequence.take(row, output)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_ids_are_the_same_alone_batched_and_chunked(executor: Executor, params: SamplingParams) -> None:
+    """Path invariance over a step's composition: neighbours, other slots and pages, chunk sizes."""
+    lengths = [3, 127, 128, 300, 41]
+    alone = []
+    for i, length in enumerate(lengths):
+        sequence = Sequence(f"s{i}", prompt(length, i), params, slot=1, first_page=1)
+        generate(executor, [sequence], 6)
+        alone.append(sequence.output_ids)
+
+    together = [
+        Sequence(f"s{i}", prompt(n, i), params, slot=6 - i, first_page=1 + 6 * i) for i, n in enumerate(lengths)
+    ]
+    generate(executor, together, 6, chunk=100)
+
+    assert [s.output_ids for s in together] == alone
+    assert all(token_id < NUM_TOKENS for ids in alone for token_id in ids)
+
+
+def test_a_sequence_resumes_from_a_snapshot_with_the_ids_of_a_cold_run(executor: Executor) -> None:
+    """A prefix hit continues at a page end in a slot that held something else, with rings from a snapshot."""
+    cold = Sequence("cold", prompt(300), SEEDED, slot=1, first_page=1)
+    generate(executor, [cold], 5)
+
+    first = Sequence("first", prompt(300), SEEDED, slot=2, first_page=7)
+    row = first.row(2 * PAGE)
+    run(
+        executor,
+        [row],
+        slot_starts=(SlotStart(2, None, 0),),
+        snapshot_saves=(SnapshotSave(2, 3, 2 * PAGE),),
+    )
+    other = Sequence("other", prompt(200, 9), GREEDY, slot=4, first_page=20)
+    generate(executor, [other], 2)
+    hit = Sequence("hit", prompt(300), SEEDED, slot=4, first_page=7)
+    hit.computed = 2 * PAGE
+    row = hit.row()
+    hit.take(row, run(executor, [row], slot_starts=(SlotStart(4, 3, 2 * PAGE),))[0])
+    generate(executor, [hit], 5)
+
+    assert hit.output_ids == cold.output_ids
+
+
+def test_a_retracted_sequence_resumes_with_the_ids_of_an_undisturbed_run(executor: Executor) -> None:
+    """After a retract, prompt and outputs so far are prefilled again; the noise goes by absolute position."""
+    whole = Sequence("whole", prompt(140), SEEDED, slot=1, first_page=1)
+    generate(executor, [whole], 8)
+    retracted = Sequence("retracted", prompt(140), SEEDED, slot=2, first_page=7)
+    generate(executor, [retracted], 4)
+
+    retracted.computed, retracted.slot = 0, 3
+    generate(executor, [retracted], 8, chunk=64)
+
+    assert retracted.output_ids == whole.output_ids
+
+
+def test_prompt_logprobs_join_over_chunks_beside_a_decoding_neighbour(executor: Executor) -> None:
+    """D-27: each chunk reads the tokens behind its own, the first of the next chunk included, the last has none."""
+    ids = prompt(40)
+    params = msgspec.structs.replace(GREEDY, top_logprobs=1, prompt_logprobs=True)
+    whole = Sequence("whole", ids, params, slot=1, first_page=1)
+    (expected,) = run(executor, [whole.row(top=2)], slot_starts=(SlotStart(1, None, 0),))
+    neighbour = Sequence("neighbour", prompt(9, 1), SEEDED, slot=2, first_page=7)
+    generate(executor, [neighbour], 1)
+
+    parts = Sequence("parts", ids, params, slot=3, first_page=13)
+    starts, read, outputs = (SlotStart(3, None, 0),), [], []
+    while not parts.output_ids:
+        rows = [neighbour.row(), parts.row(16, top=2)]
+        outputs = list(run(executor, rows, slot_starts=starts))
+        starts = ()
+        neighbour.take(rows[0], outputs[0])
+        parts.take(rows[1], outputs[1])
+        assert outputs[0].prompt_logprobs is None
+        assert outputs[1].prompt_logprobs is not None
+        read += outputs[1].prompt_logprobs
+
+    assert expected.prompt_logprobs is not None
+    assert [entry.token_id for entry in read] == list(ids[1:])
+    assert tuple(read) == expected.prompt_logprobs
+    assert all(len(entry.top) == 2 for entry in read)
+    assert outputs[1].token_ids == expected.token_ids
+    assert outputs[1].logprobs == expected.logprobs
+
+
+def test_two_ranks_give_the_ids_of_one_process_also_while_the_other_is_idle(
+    executor: Executor, checkpoint: Path
+) -> None:
+    """A rank without tokens takes part with its experts; whichever rank has a request, its ids are the same."""
+    expected = Sequence("local", prompt(50), SEEDED, slot=1, first_page=1)
+    generate(executor, [expected], 3)
+    peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    config = config_of(checkpoint)
+
+    def rank_main(rank: int) -> list[tuple[int, ...]]:
+        groups = RankGroups.open(rank, peers[rank], CPU, startup_timeout_s=30, timeout_s=30)
+        own = Executor.build(config, rank, groups.expert_exchange(), lambda stage, done, total: None)
+        groups.barrier(30)
+        outputs = []
+        for busy in ((True, False), (False, True), (True, True)):  # which ranks have the request
+            sequence = Sequence("own", prompt(50), SEEDED, slot=1, first_page=1)
+            starts = (SlotStart(1, None, 0),)
+            while len(sequence.output_ids) < 3:
+                num_tokens = len(sequence.row().input_ids)
+                counts = (num_tokens * busy[0], num_tokens * busy[1])
+                if busy[rank]:
+                    rows = (sequence.row(),)
+                    output = own.step(Plan(StepKind.MIXED, rows, slot_starts=starts), counts)
+                    sequence.take(rows[0], output.rows[0])
+                else:
+                    assert own.step(Plan(StepKind.MIXED, ()), counts).rows == ()
+                    # Follow the peer's lengths.
+                    sequence.computed += num_tokens
+                    sequence.output_ids += (0,)
+                starts = ()
+            if busy[rank]:
+                outputs.append(sequence.output_ids)
+        groups.barrier(30)
+        own.close()
+        groups.close()
+        return outputs
+
+    with peers[0], peers[1], ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(rank_main, rank) for rank in (0, 1)]
+        for future in as_completed(futures, 60):
+            future.result()  # the first failure is the cause; its peer fails later, by the time-out
+        results = [future.result() for future in futures]
+
+    assert results == [[expected.output_ids] * 2] * 2
+
+
+def test_a_plan_that_is_not_the_agreed_one_is_refused_before_any_exchange(executor: Executor) -> None:
+    """X-11: one rank entering expert layers with other counts than its peer knows would hang both."""
+    row = Sequence("s", prompt(5), GREEDY, slot=1, first_page=1).row()
+
+    with pytest.raises(InvariantError, match="5 tokens"):
+        executor.step(Plan(StepKind.PREFILL, (row,)), (6, 0))
+
+
+def test_prompt_logprobs_need_logits_of_every_token(executor: Executor) -> None:
+    """Fewer logit rows would read the wrong token's distribution."""
+    row = Sequence("s", prompt(5), GREEDY, slot=1, first_page=1).row(top=0)
+
+    with pytest.raises(InvariantError, match="log-probabilities"):
+        run(executor, [PlanRow(**{name: getattr(row, name) for name in row.__slots__} | {"num_logits": 1})])
+
+
+def test_build_loads_with_progress_and_stays_inside_the_budget(checkpoint: Path) -> None:
+    """The operator sees the load move, and the pools take what kv.device_bytes allows and no more."""
+    stages: list[tuple[str, int, int]] = []
+    config = config_of(checkpoint)
+    model_config = load_model_config(checkpoint)
+    _, exchange = load_both_shards(checkpoint, model_config, torch.float32, CPU)
+
+    built = Executor.build(config, 0, exchange, lambda *stage: stages.append(stage))
+
+    weights = [(done, total) for stage, done, total in stages if stage == "weights"]
+    assert weights[-1][0] == weights[-1][1] > 0
+    assert [done for done, _ in weights] == sorted(done for done, _ in weights)
+    assert stages[-1][0] == "pools"
+    assert sum(built.kv_bytes.values()) <= 4 << 20
+    assert built.sizes.num_slots == 7
+    assert built.weight_bytes > 0
+
+
+def test_a_pool_that_cannot_hold_one_longest_sequence_is_refused_with_both_numbers(checkpoint: Path) -> None:
+    """Decision 11: else one admitted request could never finish."""
+    geometry = load_model_config(checkpoint).kv_geometry(PAGE, "float32")
+    budget = 7 * geometry.slot_bytes + 9 * geometry.page_bytes
+    # A snapshot's share of so small a rest is none, so nine pages remain, one of them the null page.
+    fits = size_pool(geometry, config_of(checkpoint, budget, max_context_tokens=8 * PAGE - 1), budget)
+    assert fits.num_pages == 9 - fits.num_snapshots * geometry.snapshot_bytes // geometry.page_bytes
+
+    with pytest.raises(ConfigError, match=r"kv\.device_bytes") as refusal:
+        size_pool(geometry, config_of(checkpoint, budget, max_context_tokens=8 * PAGE), budget)
+
+    assert str(budget) in str(refusal.value)
+    assert str(8 * PAGE + 1) in str(refusal.value)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """A prompt could then hold an id without an embedding."""
+    whole = json.loads((checkpoint / "tokenizer.json").read_text())
+    whole["added_tokens"].append(whole["added_tokens"][0] | {"id": VOCAB, "content": "<beyond>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    config = load_model_config(checkpoint)
+    model, exchange = load_both_shards(checkpoint, config, torch.float32, CPU)
+    pool = KVPool(config.kv_geometry(PAGE, "float32"), PoolSizes(2, 2, 0), torch.float32, CPU)
+
+    with pytest.raises(CheckpointError, match=str(VOCAB)):
+        Executor(0, model, 0, pool, exchange, Tokenizer.load(tmp_path))
