@@ -8,6 +8,7 @@ Reference with every default, unit and meaning: conf/dsparkd.toml.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if not ok:
             table = TABLE_NAMES[type(self)]
             raise ConfigError(f"{table}.{key}", getattr(self, key), remedy)
+
+    def _require_seconds(self, key: str) -> None:
+        """Raise ConfigError unless the key is a positive, finite number: every wait has a deadline."""
+        self._require(0 < getattr(self, key) < math.inf, key, "use a positive number of seconds")
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
@@ -77,7 +82,7 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
             "max_batch_items",
             f"use 1..limits.queue_items ({self.queue_items})",
         )
-        self._require(self.body_timeout_s > 0, "body_timeout_s", "use a positive number of seconds")
+        self._require_seconds("body_timeout_s")
         self._require(self.stream_buffer_bytes >= 4 * KIB, "stream_buffer_bytes", "use at least 4096 bytes")
 
 
@@ -90,7 +95,7 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._require(0.001 <= self.load_refresh_s <= 1, "load_refresh_s", "use 0.001..1 seconds")
-        self._require(self.send_timeout_s > 0, "send_timeout_s", "use a positive number of seconds")
+        self._require_seconds("send_timeout_s")
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
@@ -117,7 +122,7 @@ class ExchangeConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._require(0.1 <= self.timeout_s <= 600, "timeout_s", "use 0.1..600 seconds")
         self._require(
-            self.startup_timeout_s >= self.timeout_s,
+            self.timeout_s <= self.startup_timeout_s < math.inf,
             "startup_timeout_s",
             f"use at least exchange.timeout_s ({self.timeout_s})",
         )
@@ -157,11 +162,11 @@ class HealthConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._require(0.1 <= self.heartbeat_s <= 10, "heartbeat_s", "use 0.1..10 seconds")
         self._require(
-            self.max_age_s > 3 * self.heartbeat_s,
+            3 * self.heartbeat_s < self.max_age_s < math.inf,
             "max_age_s",
             f"use more than three times health.heartbeat_s ({self.heartbeat_s})",
         )
-        self._require(self.max_skew_s > 0, "max_skew_s", "use a positive number of seconds")
+        self._require_seconds("max_skew_s")
 
 
 class WatchdogConfig(Section, frozen=True, kw_only=True):
@@ -170,7 +175,7 @@ class WatchdogConfig(Section, frozen=True, kw_only=True):
     tick_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        self._require(self.tick_timeout_s > 0, "tick_timeout_s", "use a positive number of seconds")
+        self._require_seconds("tick_timeout_s")
 
 
 class ShutdownConfig(Section, frozen=True, kw_only=True):
@@ -182,7 +187,7 @@ class ShutdownConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for key in ("drain_timeout_s", "barrier_timeout_s", "exit_timeout_s"):
-            self._require(getattr(self, key) > 0, key, "use a positive number of seconds")
+            self._require_seconds(key)
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):
