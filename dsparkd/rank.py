@@ -1,0 +1,356 @@
+"""Process main of one rank: builds everything that a rank is, runs its loop, and takes it down in order.
+
+Start: groups, weights and pools, warm-up with the peer, garbage frozen, ready. Stop: the loop's farewell, pools and
+weights, a barrier with a deadline, groups. A failure leaves a crash report in engine.crash_dir.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import hashlib
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+import dsparkd
+from dsparkd import log, metrics
+from dsparkd.config import Config, HealthConfig
+from dsparkd.errors import EXIT_FATAL, EXIT_OK, ConfigError, FatalError, InvariantError, PeerError, StartError
+from dsparkd.executor.collectives import RankGroups
+from dsparkd.executor.executor import Executor, rank_device
+from dsparkd.executor.plan import Plan, PlanRow, SlotStart, StepKind
+from dsparkd.ipc.channel import Channel
+from dsparkd.ipc.wiring import RankWiring
+from dsparkd.messages import (
+    PathState,
+    Progress,
+    RankReady,
+    SamplingParams,
+    StartFailed,
+    ToRank,
+    decode_to_rank,
+)
+from dsparkd.scheduler.account import Account
+from dsparkd.scheduler.exchange import GlooExchange
+from dsparkd.scheduler.loop import Bounds, Lines, Loop, Parts, TickRecord
+from dsparkd.scheduler.policy import Limits, Planner
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Memory
+from dsparkd.scheduler.results import Committer
+from dsparkd.text.tokenizer import Tokenizer
+
+# Deltas that the detokenizer, or answers that the parent, has not read: beyond this it is stuck.
+MAX_PENDING_BYTES = 64 << 20
+NUM_CRASH_REPORTS = 16  # a rank that fails again and again must not fill the disk
+# L-15: a single tick may take this much longer than the longest of the warm-up before its rank looks dead.
+TICK_MARGIN = 3
+
+PATHS = (
+    PathState("gloo_exchange", "active", 'exchange.kind = "gloo"'),
+    PathState("prefix_cache", "active", "always on"),
+    PathState("mixed_step", "active", "always on"),
+)
+
+
+def main(config: Config, wiring: RankWiring) -> int:
+    """Run the process until both ranks have agreed to stop; returns the exit code."""
+    logger = log.get()
+    rank = Rank(config, wiring)
+    try:
+        rank.start()
+        rank.serve()
+        return rank.leave()
+    except StartError as error:
+        logger.error("rank_start_failed", error=str(error))
+        rank.tell_start_failed(error)
+        return error.exit_code
+    except FatalError as error:
+        logger.error("rank_failed", error=str(error), report=rank.write_crash_report(error))
+        return EXIT_FATAL
+    except Exception as error:  # a process main
+        logger.exception("rank_crashed", report=rank.write_crash_report(error))
+        return EXIT_FATAL
+
+
+class Rank:
+    """Everything of one rank, owned by the process's main thread, which is the tick thread."""
+
+    def __init__(self, config: Config, wiring: RankWiring) -> None:
+        self._config = config
+        self._wiring = wiring
+        self._log = log.get()
+        self._tally = metrics.Tally()
+        self._parent: Channel[ToRank] = Channel(
+            wiring.parent,
+            decode_to_rank,
+            send_timeout_s=config.routing.send_timeout_s,
+            max_pending_bytes=MAX_PENDING_BYTES,
+            name="parent",
+        )
+        self._detokenizer: Channel[NoReturn] = Channel(
+            wiring.detokenizer,
+            _refuse_frame,
+            send_timeout_s=config.routing.send_timeout_s,
+            max_pending_bytes=MAX_PENDING_BYTES,
+            name="detokenizer",
+        )
+        self._groups: RankGroups | None = None
+        self._executor: Executor | None = None
+        self._queue = RequestQueue()
+        self._loop: Loop | None = None
+
+    def start(self) -> None:
+        """Do everything up to RankReady. Raises StartError, or PeerError when the peer does not come along."""
+        config, dp_rank = self._config, self._wiring.dp_rank
+        timeouts = config.exchange
+        self._progress("groups", 0, 1)
+        self._groups = groups = RankGroups.open(
+            dp_rank,
+            self._wiring.peer,
+            rank_device(config, dp_rank),
+            startup_timeout_s=timeouts.startup_timeout_s,
+            timeout_s=timeouts.timeout_s,
+        )
+        self._progress("groups", 1, 1)
+        self._executor = executor = Executor.build(config, dp_rank, groups.expert_exchange(), self._progress)
+        self._loop = self._build_loop(executor, groups)
+        # One rank may have loaded for minutes longer; from here on both are in step.
+        groups.barrier(timeouts.startup_timeout_s)
+        self._progress("warm_up", 0, 1)
+        longest_tick_s = warm_up(executor, warm_up_plans(config, executor.sizes.num_pages), time.monotonic_ns)
+        require_fresh_snapshots(config.health, longest_tick_s)
+        num_frozen = freeze_garbage() if config.gc.freeze else 0
+        self._tally.set(metrics.GC_FROZEN_OBJECTS, str(dp_rank), to=num_frozen)
+        for path in PATHS:
+            self._tally.set(metrics.PATH_ACTIVE, str(dp_rank), path.path, to=float(path.state == "active"))
+        groups.barrier(timeouts.startup_timeout_s)
+        self._announce(executor, longest_tick_s, num_frozen)
+
+    def _announce(self, executor: Executor, longest_tick_s: float, num_frozen: int) -> None:
+        ready = RankReady(
+            dp_rank=self._wiring.dp_rank,
+            device=str(rank_device(self._config, self._wiring.dp_rank)),
+            weight_bytes=executor.weight_bytes,
+            kv_bytes=executor.kv_bytes,
+            num_pages=executor.sizes.num_pages,
+            num_snapshots=executor.sizes.num_snapshots,
+            longest_tick_s=longest_tick_s,
+            gc_frozen_objects=num_frozen,
+            paths=PATHS,
+        )
+        self._parent.send_nowait(ready)
+        self._log.info(
+            "rank_ready",
+            device=ready.device,
+            weight_bytes=ready.weight_bytes,
+            kv_bytes=ready.kv_bytes,
+            num_pages=ready.num_pages,
+            num_snapshots=ready.num_snapshots,
+            longest_tick_s=round(longest_tick_s, 6),
+            gc_frozen_objects=num_frozen,
+            paths={path.path: path.state for path in PATHS},
+        )
+
+    def _build_loop(self, executor: Executor, groups: RankGroups) -> Loop:
+        config, dp_rank = self._config, self._wiring.dp_rank
+        chunk_tokens = config.scheduler.chunk_tokens
+        if chunk_tokens is None:
+            raise InvariantError("scheduler.chunk_tokens is filled by resolve()")
+        page_tokens = config.kv.page_tokens
+        memory = Memory(
+            num_pages=executor.sizes.num_pages,
+            num_slots=executor.sizes.num_slots,
+            num_snapshots=executor.sizes.num_snapshots,
+            page_tokens=page_tokens,
+        )
+        planner = Planner(
+            self._queue, memory, Limits(chunk_tokens, page_tokens, config.kv.snapshot_pages * page_tokens)
+        )
+        texts = Tokenizer.load(Path(config.engine.checkpoint))
+        committer = Committer(self._queue, memory, texts, frozenset({executor.model_config.eos_token_id}))
+        bounds = Bounds(
+            dp_rank=dp_rank,
+            queue_items=config.limits.queue_items,
+            max_context_tokens=config.engine.max_context_tokens,
+            max_frames_per_tick=config.scheduler.max_frames_per_tick,
+            max_prefill_streak=config.scheduler.max_prefill_streak,
+            heartbeat_s=config.health.heartbeat_s,
+            farewell_s=config.routing.send_timeout_s,
+        )
+        return Loop(
+            bounds,
+            Lines(self._parent, self._detokenizer, GlooExchange(groups.gather, self._wiring.peer)),
+            Parts(self._queue, memory, planner, committer, executor),
+            Account(dp_rank, self._tally, time.monotonic_ns),
+            AlarmWatch(config.watchdog.tick_timeout_s),
+            time.monotonic_ns,
+        )
+
+    def serve(self) -> None:
+        """Run the loop until the agreed stop. Raises FatalError."""
+        if self._loop is None:
+            raise InvariantError("serve before start")
+        self._loop.run()
+
+    def leave(self) -> int:
+        """Take everything down after the farewell; returns the exit code.
+
+        Groups go last, after a barrier: a rank that destroyed them earlier would break the peer's last collective.
+        """
+        if self._executor is None or self._groups is None:
+            raise InvariantError("leave before start")
+        self._executor.close()
+        self._log.info("rank_closed_pools")
+        try:
+            self._groups.barrier(self._config.shutdown.barrier_timeout_s)
+        except PeerError as error:
+            # Destroying groups whose other side has gone may never return, so the process leaves with them.
+            self._log.error("teardown_barrier_missed", missing=f"rank{1 - self._wiring.dp_rank}", error=str(error))
+            return EXIT_FATAL
+        self._groups.close()
+        self._log.info("rank_stopped")
+        return EXIT_OK
+
+    def tell_start_failed(self, error: StartError) -> None:
+        """Tell the parent why nothing will listen."""
+        try:
+            role = f"rank{self._wiring.dp_rank}"
+            self._parent.send_nowait(StartFailed(role=role, exit_code=error.exit_code, error=str(error)))
+        except PeerError:
+            self._log.warning("parent_lost")
+
+    def write_crash_report(self, error: Exception) -> str | None:
+        """Write what is known of the failure to engine.crash_dir; returns the file's path, None if it cannot be."""
+        directory = Path(self._config.engine.crash_dir)
+        name = f"rank{self._wiring.dp_rank}"
+        report = {
+            "version": dsparkd.__version__,
+            "role": name,
+            "wall_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "config_digest": hashlib.sha256(msgspec.json.encode(self._config)).hexdigest(),
+            "error": "".join(traceback.format_exception(error)),
+            "stacks": [traceback.format_stack(frame) for frame in _all_frames()],
+            "requests": self._queue.counts(),
+            "ticks": [describe(record) for record in self._loop.records] if self._loop is not None else [],
+        }
+        path = directory / f"{name}-{time.time_ns()}.json"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.encode(report))
+            for old in sorted(directory.glob(f"{name}-*.json"))[:-NUM_CRASH_REPORTS]:
+                old.unlink(missing_ok=True)
+        except OSError as failure:
+            self._log.warning("crash_report_failed", directory=str(directory), error=str(failure))
+            return None
+        return str(path)
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self._parent.send_nowait(Progress(self._wiring.dp_rank, stage, done, total))
+
+
+class AlarmWatch:
+    """Ends the process, with the stacks of all its threads on standard error, when a tick takes too long.
+
+    SIGALRM comes from the kernel and the stacks are written by C code in its handler, so it also works while the tick
+    thread is stuck inside a library that holds the interpreter. The signal's default action then ends the process,
+    which the parent takes like any other unexpected end.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, file=sys.stderr, all_threads=True, chain=True)
+
+    def arm(self) -> None:
+        """See scheduler.loop.TickWatch."""
+        signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
+
+    def disarm(self) -> None:
+        """See scheduler.loop.TickWatch."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def warm_up_plans(config: Config, num_pages: int) -> list[Plan]:
+    """The largest prefill and the widest decode step, on memory that nobody uses yet; equal on both ranks."""
+    chunk_tokens = config.scheduler.chunk_tokens
+    if chunk_tokens is None:
+        raise InvariantError("scheduler.chunk_tokens is filled by resolve()")
+    length = min(chunk_tokens, config.engine.max_context_tokens - 1)
+    pages = range(1, -(-length // config.kv.page_tokens) + 1)
+    num_rows = min(config.scheduler.max_rows, num_pages - 1)
+    chunk = _warm_up_row(1, (0,) * length, tuple(pages))
+    rows = tuple(_warm_up_row(slot, (0,), (slot,)) for slot in range(1, num_rows + 1))
+    return [
+        Plan(kind, rows, tuple(SlotStart(row.slot, None, 0) for row in rows))
+        for kind, rows in ((StepKind.PREFILL, (chunk,)), (StepKind.DECODE, rows))
+    ]
+
+
+def _warm_up_row(slot: int, ids: tuple[int, ...], pages: tuple[int, ...]) -> PlanRow:
+    return PlanRow(
+        request_id=f"warm-up-{slot}",
+        slot=slot,
+        input_ids=ids,
+        start=0,
+        page_table=pages,
+        num_logits=1,
+        sampling=SamplingParams(max_tokens=1, seed=slot, top_p=0.9, top_logprobs=1),
+        prompt_ids=ids,
+        output_ids=(),
+    )
+
+
+def warm_up(executor: Executor, plans: list[Plan], clock: Callable[[], int]) -> float:
+    """Run the plans, as the peer does, and return the longest step in seconds."""
+    longest_ns = 0
+    for plan in plans:
+        start_ns = clock()
+        executor.step(plan, (plan.num_tokens, plan.num_tokens))
+        longest_ns = max(longest_ns, clock() - start_ns)
+    return longest_ns / 1e9
+
+
+def require_fresh_snapshots(health: HealthConfig, longest_tick_s: float) -> None:
+    """Raise ConfigError if a long tick would make a healthy rank look dead: snapshots come between ticks only."""
+    if health.max_age_s < TICK_MARGIN * longest_tick_s:
+        raise ConfigError(
+            "health.max_age_s",
+            health.max_age_s,
+            f"the longest warm-up tick took {longest_tick_s:.3f} s; use at least {TICK_MARGIN} times that",
+        )
+
+
+def freeze_garbage() -> int:
+    """Collect once, then take all objects out of later collections; returns their number."""
+    gc.collect()
+    gc.freeze()
+    return gc.get_freeze_count()
+
+
+def describe(record: TickRecord) -> dict[str, object]:
+    """A tick as a crash report shows it, with names."""
+    return {
+        "tick": record.tick,
+        "votes": [
+            {**payload.vote._asdict(), **payload.extra._asdict(), "intent": payload.intent}
+            for payload in (record.rank0, record.rank1)
+        ],
+        "agreement": record.agreement._asdict(),
+        "rows": record.rows,
+    }
+
+
+def _all_frames() -> list[FrameType]:
+    return list(sys._current_frames().values())
+
+
+def _refuse_frame(frame: bytes) -> NoReturn:
+    raise InvariantError(f"the detokenizer sent {len(frame)} bytes to a rank, which takes none from it")
