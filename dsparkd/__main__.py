@@ -25,7 +25,7 @@ from dsparkd.model.checkpoint import StoredDtype, TensorSpec, Use, expected_tens
 from dsparkd.model.config import ModelConfig, load_model_config
 
 if TYPE_CHECKING:
-    from hypercorn.typing import ASGIFramework
+    from starlette.applications import Starlette
 
     from dsparkd.metrics import Registry
     from dsparkd.routing.router import Router
@@ -75,7 +75,7 @@ def serve(config: Config) -> int:
     return supervisor.serve(config, wiring.parent, children, listener, _build_app)
 
 
-def _build_app(config: Config, router: Router, registry: Registry) -> ASGIFramework:
+def _build_app(config: Config, router: Router, registry: Registry) -> Starlette:
     # Imported after the fork: the children need none of it.
     from dsparkd.http.app import build_app
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import dsparkd
 from dsparkd import log as log_module
@@ -29,10 +29,13 @@ from dsparkd.ipc.wiring import DetokenizerWiring, ParentWiring, RankWiring, Wiri
 if TYPE_CHECKING:
     import hypercorn
     from hypercorn.typing import ASGIFramework
+    from starlette.applications import Starlette
 
     from dsparkd.ipc.channel import AsyncChannel
     from dsparkd.messages import FromDetokenizer, FromRank, Progress
     from dsparkd.routing.router import Router
+
+    BuildApp = Callable[[Config, Router, metrics.Registry], Starlette]
 
 log = log_module.get()
 
@@ -43,6 +46,7 @@ HTTP_GRACE_S = 2.0  # for the last bytes of responses that have their final even
 BACKLOG = 1024  # connections that wait to be accepted
 CAUSE_WINDOW_S = 0.5  # how much later than its sender's end a message may be read that says more than the end
 CONSEQUENCE_DELAY_S = 0.1  # how much later than its cause the end may be seen that it brought about
+PROGRESS_INTERVAL_S = 5
 START_EXTENSION_S = 120  # of the service manager's start time-out, renewed by each progress message
 
 RANK_PATH = "dsparkd.rank:main"
@@ -237,7 +241,7 @@ class Supervisor:
         wiring: ParentWiring,
         children: Sequence[Child],
         listener: socket.socket,
-        build_app: Callable[[Config, Router, metrics.Registry], ASGIFramework],
+        build_app: BuildApp,
     ) -> None:
         self._config = config
         self._wiring = wiring
@@ -250,6 +254,7 @@ class Supervisor:
         self._failure: StartError | FatalError | None = None
         self._stop_signals = 0
         self._serving = False
+        self._progress_told_ns: dict[tuple[int, str], int] = {}  # by rank and stage
         self._channels: tuple[AsyncChannel[FromRank], AsyncChannel[FromRank], AsyncChannel[FromDetokenizer]] | tuple[()]
         self._channels = ()
         self._http_stop = asyncio.Event()
@@ -280,7 +285,7 @@ class Supervisor:
             if self._stop_signals == 0:
                 server = self._listen()
                 http = group.create_task(self._serve_http(router, server))
-                self._announce(router)
+                self._announce()
                 await self._until(lambda: self._stop_signals > 0, None)
                 await self._stop(group, router)
             code = EXIT_OK
@@ -343,19 +348,22 @@ class Supervisor:
             self._fail(error)
 
     def _on_progress(self, progress: Progress) -> None:
+        """Tell the log and the service manager of a stage's ends, and in between once in a while."""
+        now_ns = time.monotonic_ns()
+        stage = (progress.dp_rank, progress.stage)
+        told_ns = self._progress_told_ns.get(stage, 0)
+        if progress.done < progress.total and now_ns - told_ns < PROGRESS_INTERVAL_S * 1_000_000_000:
+            return
+        self._progress_told_ns[stage] = now_ns
         log.info(
             "start_progress", dp_rank=progress.dp_rank, stage=progress.stage, done=progress.done, total=progress.total
         )
         who = "detokenizer" if progress.dp_rank < 0 else f"rank {progress.dp_rank}"
-        stage = f"{who}: {progress.stage} {progress.done}/{progress.total}"
-        system.notify(f"STATUS=starting, {stage}\nEXTEND_TIMEOUT_USEC={START_EXTENSION_S * 1_000_000}")
+        status = f"STATUS=starting, {who}: {progress.stage} {progress.done}/{progress.total}"
+        system.notify(f"{status}\nEXTEND_TIMEOUT_USEC={START_EXTENSION_S * 1_000_000}")
 
-    def _announce(self, router: Router) -> None:
+    def _announce(self) -> None:
         """Say that requests are welcome: to the log, to people, to the service manager."""
-        for dp_rank, ready in enumerate(router.rank_ready()):
-            for path in ready.paths if ready is not None else ():
-                labels = (str(dp_rank), path.path)
-                self._registry.tally.set(metrics.PATH_ACTIVE, *labels, to=float(path.state == "active"))
         self._serving = True
         versions = (dsparkd.__version__, importlib.metadata.version("xgrammar"), "none")
         self._registry.tally.set(metrics.BUILD_INFO, *versions, to=1)
@@ -388,7 +396,10 @@ class Supervisor:
         import hypercorn.asyncio
 
         app = self._build_app(self._config, router, self._registry)
-        await hypercorn.asyncio.serve(app, server, shutdown_trigger=self._http_stop.wait, mode="asgi")
+        # Starlette's and hypercorn's types of one ASGI callable differ in name only.
+        await hypercorn.asyncio.serve(
+            cast("ASGIFramework", app), server, shutdown_trigger=self._http_stop.wait, mode="asgi"
+        )
 
     # ---- stop
 
@@ -469,7 +480,7 @@ def serve(
     wiring: ParentWiring,
     children: Sequence[Child],
     listener: socket.socket,
-    build_app: Callable[[Config, Router, metrics.Registry], ASGIFramework],
+    build_app: BuildApp,
 ) -> int:
     """Run the parent until its end and return the exit code."""
     import uvloop
