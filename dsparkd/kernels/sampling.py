@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 NEGATIVE_INFINITY = float("-inf")
-# First guess at how many of a row's best scores hold top_p of its mass; a wrong guess costs a second look, no result.
-FIRST_PREFIX = 256
 
 
 def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -39,19 +38,11 @@ def keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 
     scores [B, V] float32 with a row maximum of 0, top_p [B] float64 in (0, 1]. At least one id stays.
     """
-    wanted = top_p * scores.double().exp_().sum(dim=-1)  # [B] of unnormalised mass
-    prefix = scores.shape[1]
-    if scores.device.type == "cpu":
-        # A whole sort dominates a step; sums over a prefix have the same bits however long the prefix is.
-        prefix = min(FIRST_PREFIX, prefix)
-    while True:
-        best = scores.topk(prefix).values  # [B, prefix]
-        mass = best.double().exp_().cumsum(dim=-1)
-        if prefix == scores.shape[1] or bool((mass[:, -1] >= wanted).all()):
-            break
-        prefix = min(8 * prefix, scores.shape[1])
-    # The sorted sum of a whole row may round below `wanted`; then all of it stays.
-    num_kept = (mass < wanted[:, None]).sum(dim=-1, keepdim=True).add_(1).clamp_(max=prefix)
+    best = _sorted_scores(scores)
+    mass = best.double().exp_().cumsum(dim=-1)  # [B, V], not normalized
+    wanted = mass[:, -1:] * top_p[:, None]
+    # top_p just below 1 may want more than the sum before its last term by less than a rounding: then all of it stays.
+    num_kept = (mass < wanted).sum(dim=-1, keepdim=True).add_(1).clamp_(max=scores.shape[1])
     return _keep_best(scores, best.gather(1, num_kept - 1), num_kept)
 
 
@@ -60,9 +51,17 @@ def keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
     return scores.masked_fill(scores < min_p.log().to(scores.dtype)[:, None], NEGATIVE_INFINITY)
 
 
+def _sorted_scores(scores: Tensor) -> Tensor:
+    """Each row of scores [B, V], greatest first; the order among equal values is nobody's business here."""
+    if scores.device.type == "cpu":
+        # numpy's vectorized sort takes a seventh of torch's time (6,016 float32 a row: 70 us against 480).
+        return torch.from_numpy(np.sort(-scores.numpy(), axis=-1)).neg_()
+    return scores.sort(dim=-1, descending=True).values
+
+
 def _keep_best(scores: Tensor, threshold: Tensor, num_kept: Tensor) -> Tensor:
     """Keep what is above the threshold and, of its equals, the lowest ids up to num_kept in all; both [B, 1]."""
     above, equal = scores > threshold, scores == threshold
     room = num_kept - above.sum(dim=-1, keepdim=True)
-    keep = above | (equal & (equal.cumsum(dim=-1) <= room))
+    keep = above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room))
     return scores.masked_fill(~keep, NEGATIVE_INFINITY)

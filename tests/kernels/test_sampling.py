@@ -53,7 +53,7 @@ def test_top_k_keeps_exactly_k_ids_and_the_lower_of_equals() -> None:
 @pytest.mark.parametrize("vocab", [5, 97, 3000])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999999])
 def test_top_p_keeps_the_smallest_best_first_prefix_that_reaches_the_mass(vocab: int, top_p: float) -> None:
-    """One id fewer misses the mass, one more is not the smallest; 3,000 flat ids need more than the first prefix."""
+    """One id fewer misses the mass, one more is not the smallest."""
     scores = coarse_scores(3, vocab, 2)
     scores[2] = scores[2] / 1000  # nearly flat
     scores[2] -= scores[2].max()
@@ -70,8 +70,8 @@ def test_top_p_keeps_the_smallest_best_first_prefix_that_reaches_the_mass(vocab:
         assert kept(got[row]) == set(order(values)[:count])
 
 
-def test_top_p_of_a_row_does_not_depend_on_a_neighbour_that_needs_a_longer_prefix() -> None:
-    """The prefix grows for the whole batch; a row that was content before must keep the same ids."""
+def test_top_p_of_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Bits: a flat row beside a peaked one keeps what it keeps alone."""
     scores = coarse_scores(2, 4000, 3)
     scores[1] = 0.0  # flat: nine tenths of it are 3,600 ids
     top_p = torch.tensor([0.9, 0.9], dtype=torch.float64)
