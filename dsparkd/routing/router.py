@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, assert_never
 
 import msgspec
 
-from dsparkd import log, metrics
+from dsparkd import metrics
 from dsparkd.config import Config
 from dsparkd.errors import ConfigError, FatalError, InvariantError, PeerError, RequestError, StartError
 from dsparkd.ipc.channel import AsyncChannel
@@ -176,6 +176,7 @@ class Router:
         self._ready: list[RankReady | None] = [None] * NUM_RANKS
         self._detokenizer_ready = False
         self._available = [False] * NUM_RANKS
+        self._said_farewell = [False] * NUM_RANKS
         self._started: asyncio.Future[tuple[RankReady, RankReady]] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -398,6 +399,8 @@ class Router:
                 self._fail_undelivered(rank, message)
                 while not outbox.empty():
                     self._fail_undelivered(rank, outbox.get_nowait())
+                if self._said_farewell[rank]:
+                    return
                 raise PeerError(f"rank {rank}: {error}") from error
 
     def _fail_undelivered(self, rank: int, message: ToRank) -> None:
@@ -445,6 +448,7 @@ class Router:
                 self._fail_start(message)
             case Farewell():
                 self._available[rank] = False
+                self._said_farewell[rank] = True
             case _:
                 assert_never(message)
 
@@ -530,7 +534,6 @@ class Router:
         self._started.set_result((first, second))
 
     def _fail_start(self, message: StartFailed) -> None:
-        log.get().error("start_failed", process=message.role, error=message.error)
         if not self._started.done():
             kind = StartError if message.exit_code == StartError.exit_code else FatalError
             self._started.set_exception(kind(f"{message.role}: {message.error}"))

@@ -69,8 +69,16 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text. markers: ascending (start, end) of the genuine markers in it."""
+
+    text: str
+    markers: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation."""
+    """A conversation as ids."""
 
     ids: list[int]
     starts_in_reasoning: bool
@@ -87,13 +95,27 @@ class ChatEncoding:
         self._marker_ids = {marker: tokenizer.marker_id(marker) for marker in _MARKERS}
         self._renderer = recipe.DeepseekV4Encoding()
 
-    def encode(self, chat: Chat) -> Prompt:
-        """Render and tokenize. Raises RequestError for a conversation that cannot be rendered."""
-        text, ranges = self._render(chat)
+    def render(self, chat: Chat) -> Rendered:
+        """Raises RequestError for a conversation that cannot be rendered."""
+        conversation = recipe.Conversation(
+            [_message(turn) for turn in chat.turns if not _is_empty_prefix(turn)],
+            thinking_mode=chat.thinking,
+            tools=[recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in chat.tools],
+            reasoning_effort=(chat.effort or self._default_effort) if chat.thinking else None,
+        )
+        try:
+            rendered = self._renderer.render_conversation(conversation)
+        except recipe.ConversionError as error:
+            raise RequestError(f"the messages cannot be rendered: {error}", param="messages") from error
+        return Rendered(rendered.prompt, rendered.special_ranges)
+
+    def tokenize(self, rendered: Rendered) -> Prompt:
+        """Marker ranges become marker ids, everything else is plain text."""
+        text = rendered.text
         ids: list[int] = []
         last_think = THINK_END
         position = 0
-        for start, end in ranges:
+        for start, end in rendered.markers:
             ids += self._tokenizer.encode(text[position:start])
             marker = text[start:end]
             ids.append(self._marker_ids[marker])
@@ -113,19 +135,6 @@ class ChatEncoding:
         return OutputParser(
             starts_in_reasoning=prompt.starts_in_reasoning, parse_calls=parse_calls, think_end_id=self.think_end_id
         )
-
-    def _render(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        conversation = recipe.Conversation(
-            [_message(turn) for turn in chat.turns if not _is_empty_prefix(turn)],
-            thinking_mode=chat.thinking,
-            tools=[recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in chat.tools],
-            reasoning_effort=(chat.effort or self._default_effort) if chat.thinking else None,
-        )
-        try:
-            rendered = self._renderer.render_conversation(conversation)
-        except recipe.ConversionError as error:
-            raise RequestError(f"the messages cannot be rendered: {error}", param="messages") from error
-        return rendered.prompt, rendered.special_ranges
 
 
 def _is_empty_prefix(turn: Turn) -> bool:

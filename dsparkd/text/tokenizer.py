@@ -39,7 +39,7 @@ class Tokenizer:
     """Immutable after `load`, so any thread may use it.
 
     vocab_size: one more than the largest id; ids without an entry decode to nothing.
-    digest: SHA-256 of the file, in hex.
+    digest: SHA-256 of the file, in hex. max_piece_bytes: the most bytes that one id stands for.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Tokenizer:
         digest: str,
     ) -> None:
         self.vocab_size = len(pieces)
+        self.max_piece_bytes = max(map(len, pieces), default=0)
         self.digest = digest
         self._plain = plain
         self._pieces = pieces

@@ -1,0 +1,172 @@
+"""Request bodies: read within bounds, then parsed strictly, so that no two readers can understand one differently."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from dsparkd.config import LimitsConfig
+from dsparkd.errors import RequestError
+
+MAX_NESTING = 64
+# The closing quote is optional: a string without one must not be searched again from each escaped quote in it.
+_STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+
+
+class ClientLeft(Exception):
+    """The client closed the connection; nobody is there to answer."""
+
+
+async def read_body(request: Request, limits: LimitsConfig) -> bytes:
+    """Return the whole body.
+
+    Raises RequestError 413 for one that is too large, before reading it where its length is declared, 408 for one that
+    comes too slowly, 415 for one that is compressed, and ClientLeft.
+    """
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RequestError("send the body without Content-Encoding", status=415, code="unsupported_encoding")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limits.max_body_bytes:
+        raise _too_large(limits)
+    parts: list[bytes] = []
+    length = 0
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                part: bytes = message.get("body", b"")
+                length += len(part)
+                if length > limits.max_body_bytes:
+                    raise _too_large(limits)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {limits.body_timeout_s:g} s (limits.body_timeout_s); send it faster",
+            status=408,
+            code="body_timeout",
+        ) from None
+
+
+def _too_large(limits: LimitsConfig) -> RequestError:
+    return RequestError(
+        f"the body exceeds {limits.max_body_bytes} bytes (limits.max_body_bytes); send less",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def parse_object(raw: bytes) -> dict[str, object]:
+    """Read one JSON object: UTF-8, one value, nothing after it, no duplicate member, no number beyond a double.
+
+    Strings hold no lone surrogate and no NUL. Raises RequestError with a code for each rule.
+    """
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8 at byte {error.start}", code="invalid_utf8") from error
+    if not text.strip():
+        raise RequestError("the body is empty; send a JSON object", code="invalid_json")
+    _require_shallow(raw)
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_unique_members, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except json.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise RequestError("the body holds an integer that is too long", code="number_out_of_range") from error
+    if b"\\u" in raw:  # raw bytes of neither pass the decoder, so only escapes can smuggle them in
+        _require_plain_strings(value)
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_type")
+    return value
+
+
+def _require_shallow(raw: bytes) -> None:
+    depth = 0
+    for found in _STRINGS_AND_BRACKETS.finditer(raw):
+        mark = found[0]
+        if mark in b"[{":
+            depth += 1
+            if depth > MAX_NESTING:
+                raise RequestError(f"the body nests deeper than {MAX_NESTING} levels", code="nesting_too_deep")
+        elif mark in b"]}":
+            depth -= 1
+
+
+def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"the member {repeated!r} occurs twice in one object", code="duplicate_member")
+    return members
+
+
+def _refuse_constant(name: str) -> object:
+    raise RequestError(f"{name} is not a JSON number", code="invalid_json")
+
+
+def _finite_float(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise RequestError(f"the number {digits[:40]} is beyond a double", code="number_out_of_range")
+    return value
+
+
+def _require_plain_strings(value: object) -> None:
+    """Nesting is bounded by now, so recursion is, too."""
+    match value:
+        case str():
+            if "\0" in value:
+                raise RequestError("a string holds NUL (\\u0000); remove it", code="nul_character")
+            if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+                raise RequestError("a string holds a lone surrogate; send whole characters", code="lone_surrogate")
+        case list():
+            for item in value:
+                _require_plain_strings(item)
+        case dict():
+            for name, item in value.items():
+                _require_plain_strings(name)
+                _require_plain_strings(item)
+
+
+_AT = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"^Object (?P<problem>contains unknown|missing required) field `(?P<name>[^`]*)`$")
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+def decode(value: dict[str, object], kind: type[B]) -> B:
+    """Convert a parsed body. Raises RequestError that names the field and what is expected of it."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
+    except OverflowError as error:
+        raise RequestError("the body holds a number that is too large", code="number_out_of_range") from error
+
+
+def _refusal(text: str) -> RequestError:
+    """Turn msgspec's sentence into an error object."""
+    found = _AT.match(text)
+    path = (found["path"] or "") if found else ""
+    problem = found["text"] if found else text
+    param = path.lstrip(".")
+    field = _FIELD.match(problem)
+    if field is not None:
+        name = f"{param}.{field['name']}" if param else field["name"]
+        if field["problem"] == "contains unknown":
+            return RequestError(f"unknown field {name!r}; remove it", code="unknown_field", param=name)
+        return RequestError(f"the field {name!r} is missing", code="missing_field", param=name)
+    code = "invalid_dp_rank" if param.startswith("routed_dp_rank") else "invalid_value"
+    return RequestError(f"{param or 'the body'}: {problem[0].lower()}{problem[1:]}", code=code, param=param or None)

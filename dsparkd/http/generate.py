@@ -1,0 +1,175 @@
+"""Generating endpoints: read, submit, answer whole or as server-sent events.
+
+The status line is sent only after every item was admitted, and a client that leaves takes exactly its items along:
+both hold because all work after the body runs inside `Exchange.while_connected`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TypeVar
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dsparkd import metrics
+from dsparkd.config import LimitsConfig
+from dsparkd.errors import RequestError
+from dsparkd.http.answers import Answers, ChatAnswers, CompletionAnswers, Json
+from dsparkd.http.body import ClientLeft, read_body
+from dsparkd.http.exchange import Exchange, error_object, json_response
+from dsparkd.http.intake import Envelope, Intake, Work
+from dsparkd.routing.router import Router, Submission
+
+T = TypeVar("T")
+
+
+class Generate:
+    """Handlers of the endpoints that read a body. threads: the small pool in which text is parsed and tokenized."""
+
+    def __init__(
+        self, limits: LimitsConfig, router: Router, intake: Intake, threads: Executor, tally: metrics.Tally
+    ) -> None:
+        self._limits = limits
+        self._router = router
+        self._intake = intake
+        self._threads = threads
+        self._tally = tally
+
+    async def chat(self, exchange: Exchange) -> Response:
+        """POST /v1/chat/completions."""
+        raw = await read_body(exchange.request, self._limits)
+        envelope = _envelope(exchange)
+
+        async def answer() -> Response:
+            chat = await self._in_thread(lambda: self._intake.chat(raw, envelope))
+            answers = ChatAnswers(chat, self._intake.model, self._intake.encoding)
+            return await self._answer(exchange, chat.work, answers)
+
+        return await exchange.while_connected(answer())
+
+    async def completion(self, exchange: Exchange) -> Response:
+        """POST /v1/completions."""
+        raw = await read_body(exchange.request, self._limits)
+        envelope = _envelope(exchange)
+
+        async def answer() -> Response:
+            completion = await self._in_thread(lambda: self._intake.completion(raw, envelope))
+            answers = CompletionAnswers(completion, self._intake.model, self._intake.tokenizer)
+            return await self._answer(exchange, completion.work, answers)
+
+        return await exchange.while_connected(answer())
+
+    async def tokenize(self, exchange: Exchange) -> Response:
+        """POST /tokenize."""
+        raw = await read_body(exchange.request, self._limits)
+        ids = await self._in_thread(lambda: self._intake.tokenize(raw))
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": self._intake.max_context_tokens})
+
+    async def detokenize(self, exchange: Exchange) -> Response:
+        """POST /detokenize."""
+        raw = await read_body(exchange.request, self._limits)
+        return json_response({"prompt": await self._in_thread(lambda: self._intake.detokenize(raw))})
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _answer(self, exchange: Exchange, work: Work, answers: Answers) -> Response:
+        """Submit, wait for admission, then answer in the way that was asked for."""
+        exchange.request_id = work.request_id
+        submission = await self._router.submit(work.items)
+        exchange.fields["items"] = len(work.items)
+        exchange.fields["dp_ranks"] = sorted({handle.dp_rank for handle in submission.handles})
+        admitted = False
+        try:
+            await submission.admitted()
+            admitted = True
+            if work.stream:
+                # From here on the stream owns the submission.
+                return EventStream(exchange, submission, work, answers, self._tally)
+            while arrived := await submission.receive():
+                answers.keep(arrived)
+        finally:
+            if not (admitted and work.stream):
+                _note(exchange, answers)
+                submission.abort()
+        return json_response(answers.body())
+
+
+class EventStream(Response):
+    """A response of server-sent events over one submission."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, exchange: Exchange, submission: Submission, work: Work, answers: Answers, tally: metrics.Tally
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._exchange = exchange
+        self._submission = submission
+        self._work = work
+        self._answers = answers
+        self._tally = tally
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._tally.inc(metrics.HTTP_OPEN_STREAMS)
+        try:
+            await self._exchange.while_connected(self._write_while_read(send))
+        finally:
+            self._tally.inc(metrics.HTTP_OPEN_STREAMS, by=-1)
+            _note(self._exchange, self._answers)
+            self._submission.abort()
+
+    async def _write_while_read(self, send: Send) -> None:
+        """Write to the end, unless more waits than the client may leave unread. Raises ClientLeft then."""
+        writing = asyncio.ensure_future(self._write(send))
+        overrun = asyncio.ensure_future(self._submission.overrun())
+        try:
+            await asyncio.wait((writing, overrun), return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                self._exchange.fields["overrun"] = True
+                raise ClientLeft
+            writing.result()
+        finally:
+            for task in (writing, overrun):
+                task.cancel()
+            await asyncio.gather(writing, overrun, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await _send_events(send, self._answers.opening())
+            while arrived := await self._submission.receive():
+                await _send_events(send, self._answers.chunks(arrived))
+            if self._work.include_usage:
+                await _send_events(send, [self._answers.usage_chunk()])
+        except RequestError as error:
+            # Too late for a status: the client reads the error as an event.
+            self._exchange.fields["code"] = error.code
+            await _send_events(send, [error_object(error)])
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _send_events(send: Send, events: Sequence[Json]) -> None:
+    """All events of one wake-up leave in one write."""
+    if not events:
+        return
+    body = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _envelope(exchange: Exchange) -> Envelope:
+    return Envelope(exchange.request_id, exchange.has_header_id, exchange.received_ns)
+
+
+def _note(exchange: Exchange, answers: Answers) -> None:
+    """What the log line says of the answer."""
+    exchange.fields |= {
+        "prompt_tokens": answers.usage.prompt_tokens,
+        "output_tokens": answers.usage.completion_tokens,
+        "finish": answers.finish_reasons(),
+    }

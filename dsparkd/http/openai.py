@@ -1,0 +1,320 @@
+"""Public request bodies, field by field as docs/api.md lists them. An unknown field is refused with its name.
+
+Fields of type `object` are accepted and ignored: real clients send them, and leaving them out changes no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from dsparkd.errors import RequestError
+
+MAX_SEED = (1 << 63) - 1
+MAX_INT = (1 << 31) - 1
+
+# Python's "$" also matches before a final newline, which must reach neither a header nor a prompt.
+_END = r"$(?!\n)"
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}" + _END)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}" + _END)]
+CalledName = Annotated[str, Meta(pattern=r'^[^"\n]{1,256}' + _END)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Ignored = object
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object that a client sends."""
+
+
+class StreamOptions(Body, frozen=True, kw_only=True):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Ignored = None
+
+
+class TextFormat(Body, frozen=True, kw_only=True):
+    """The only response format that needs no grammar."""
+
+    type: Literal["text"]
+
+
+class Generation(Body, frozen=True, kw_only=True):
+    """Fields that both generating endpoints share."""
+
+    model: str
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: TextFormat | None = None
+    routed_dp_rank: int | None = None
+    request_id: RequestId | None = None
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+
+class ContentPart(Body, frozen=True, kw_only=True):
+    """A piece of a message; only text."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[ContentPart]
+
+
+class SystemMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="system"):
+    """An instruction of the operator."""
+
+    content: Content
+    name: Ignored = None
+
+
+class DeveloperMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="developer"):
+    """The newer name of a system message."""
+
+    content: Content
+    name: Ignored = None
+
+
+class UserMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="user"):
+    """What the user says."""
+
+    content: Content
+    name: Ignored = None
+
+
+class LatestReminderMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="latest_reminder"):
+    """A reminder in the model's own format."""
+
+    content: Content
+
+
+class CalledFunction(Body, frozen=True, kw_only=True):
+    """Name and JSON arguments of a past call."""
+
+    name: CalledName
+    arguments: str
+
+
+class CalledTool(Body, frozen=True, kw_only=True):
+    """A past call."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: Ignored = None
+
+
+class AssistantMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
+    """A past answer as the client got it, or with prefix the beginning of the one to come."""
+
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    prefix: bool = False
+    name: Ignored = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    audio: Ignored = None
+    function_call: Ignored = None
+    provider_specific_fields: Ignored = None
+
+
+class ToolMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="tool"):
+    """What a call returned."""
+
+    content: Content
+    tool_call_id: str | None = None
+    name: Ignored = None
+
+
+ChatMessage = SystemMessage | DeveloperMessage | UserMessage | LatestReminderMessage | AssistantMessage | ToolMessage
+
+
+class Function(Body, frozen=True, kw_only=True):
+    """A function that the model may call; parameters is a JSON schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: Literal[False] | None = None
+
+
+class ToolDefinition(Body, frozen=True, kw_only=True):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Thinking(Body, frozen=True, kw_only=True):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "disabled"]
+
+
+class TemplateFields(Body, frozen=True, kw_only=True):
+    """Whether the model reasons, as clients of other servers say it."""
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
+Tools = Annotated[list[ToolDefinition], Meta(max_length=1024)]
+
+
+class ChatRequest(Generation, frozen=True, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    thinking: bool | Thinking | None = None
+    chat_template_kwargs: TemplateFields | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+
+
+# One list type a union is what msgspec can check; `prompts_of` checks the items.
+PromptField = Annotated[
+    str | list[object],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                },
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(Generation, frozen=True, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: PromptField
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+    routed_dp_ranks: list[int | None] | None = None
+
+
+class TokenizeRequest(Body, frozen=True, kw_only=True):
+    """Body of /tokenize: a text, or a chat as /v1/chat/completions takes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    thinking: bool | Thinking | None = None
+    chat_template_kwargs: TemplateFields | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    """Body of /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
+
+# Fields that clients know from elsewhere, with what to do instead.
+_REFUSED = {
+    "suffix": "infilling is not supported; leave suffix out",
+    "best_of": "best_of is not supported; use n and choose yourself",
+    "functions": "functions is the old name of tools; use tools",
+    "function_call": "function_call is the old name of tool_choice; use tool_choice",
+}
+
+
+def refuse_unsupported(value: dict[str, object]) -> None:
+    """Refuse what a well-formed request may ask for and this server cannot do, with a reason instead of a type error.
+
+    Grammars: at most one may be named, `ignore_eos` contradicts each, and none can be enforced by this version.
+    Raises RequestError.
+    """
+    for field, remedy in _REFUSED.items():
+        if value.get(field) is not None:
+            raise RequestError(remedy, code="unsupported_field", param=field)
+    _refuse_grammars(value)
+    choice = value.get("tool_choice")
+    if isinstance(choice, dict) or choice == "required":
+        raise RequestError(
+            'a forced tool call needs a grammar, which this version cannot enforce; use "auto" or "none"',
+            code="unsupported_tool_choice",
+            param="tool_choice",
+        )
+    if value.get("parallel_tool_calls") is False:
+        raise RequestError(
+            "a single call needs a grammar, which this version cannot enforce; leave parallel_tool_calls out",
+            code="unsupported_field",
+            param="parallel_tool_calls",
+        )
+
+
+def _refuse_grammars(value: dict[str, object]) -> None:
+    named = [field for field in GRAMMAR_FIELDS if value.get(field) is not None]
+    response_format = value.get("response_format")
+    if isinstance(response_format, dict) and response_format.get("type") != "text":
+        named.append("response_format")
+    if not named:
+        return
+    if len(named) > 1:
+        raise RequestError(
+            f"{' and '.join(named)} exclude each other; send one", code="conflicting_grammars", param=named[1]
+        )
+    if value.get("ignore_eos") is True:
+        raise RequestError(
+            "ignore_eos contradicts a grammar, which ends the text; leave one out",
+            code="ignore_eos_with_grammar",
+            param="ignore_eos",
+        )
+    raise RequestError(
+        f"{named[0]} asks for a grammar, which this version cannot enforce; leave it out",
+        code="unsupported_grammar",
+        param=named[0],
+    )
