@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsparkd.model.checkpoint import FP4_GROUP, FP8_BLOCK, StoredDtype, TensorSpec, expected_tensors, nextn_tensors
 from dsparkd.model.config import ModelConfig, parse_model_config
-from tools.nano_tokenizer import NOISE_TOKEN, train_tokenizer
+from tools.nano_tokenizer import FIRST_SPECIAL, NOISE_TOKEN, train_tokenizer
 
 Values = dict[str, object]
 
@@ -216,6 +216,9 @@ def write_nano(directory: Path, seed: int) -> ModelConfig:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), FIRST_SPECIAL, strict=True))
+    settings = names | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     noise_token_id = tokenizer.token_to_id(NOISE_TOKEN)
     assert noise_token_id is not None
     return write_checkpoint(directory, nano_config(tokenizer.get_vocab_size(), noise_token_id), seed)

@@ -230,7 +230,8 @@ def _entry_slots(plan: Plan, num_entries: Ints, page_entries: int) -> Ints:
     for b, row in enumerate(plan.rows):
         table = row.page_table[:num_pages]
         pages[b, : len(table)] = table
-    slots = (pages[:, :, None] * page_entries + np.arange(page_entries)).reshape(len(plan.rows), -1)[:, :width]
+    slots = pages[:, :, None] * page_entries + np.arange(page_entries)
+    slots = slots.reshape(len(plan.rows), num_pages * page_entries)[:, :width]
     return np.where(np.arange(width) < num_entries[:, None], slots, 0)
 
 

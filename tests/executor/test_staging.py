@@ -1,0 +1,211 @@
+"""Plan -> ForwardInputs, against a plain reading of the definitions, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.plan import Plan, PlanRow, StepKind
+from dsparkd.executor.staging import Stager
+from dsparkd.kv.geometry import KVGeometry
+from dsparkd.model.inputs import CompressedMetadata, RingGather
+
+GEOMETRY = KVGeometry(
+    num_layers=3,
+    num_csa_layers=1,
+    num_hca_layers=1,
+    head_dim=8,
+    index_head_dim=8,
+    window=16,
+    gamma=0,
+    page_tokens=128,
+    kv_bytes=4,
+)
+
+
+def row(slot: int, start: int, count: int, pages: tuple[int, ...], num_logits: int = 1) -> PlanRow:
+    return PlanRow(
+        request_id=f"slot {slot}",
+        slot=slot,
+        input_ids=tuple(range(100 * slot, 100 * slot + count)),
+        start=start,
+        page_table=pages,
+        num_logits=num_logits,
+        sampling=None,
+        prompt_ids=(),
+        output_ids=(),
+    )
+
+
+MIXED = Plan(
+    StepKind.MIXED,
+    (
+        row(3, 130, 1, (9, 4)),
+        row(1, 255, 1, (2, 7)),
+        row(5, 0, 300, (1, 3, 5), num_logits=2),
+        row(2, 126, 10, (6, 8), num_logits=0),
+    ),
+)
+
+
+def stage(plan: Plan, topk: int = 16):  # type: ignore[no-untyped-def]
+    return Stager(GEOMETRY, topk, torch.device("cpu")).stage(plan)
+
+
+def tokens_of(plan: Plan) -> list[tuple[PlanRow, int, int]]:
+    """Row, its first token, position, for every real token."""
+    listed = []
+    for one in plan.rows:
+        first = len(listed)
+        listed += [(one, first, one.start + i) for i in range(len(one.input_ids))]
+    return listed
+
+
+def expected_source(one: PlanRow, first: int, position: int, ring: int) -> tuple[str, int]:
+    """Where a row's state of a position lies: nowhere, in the ring, or in the chunk."""
+    if position < 0:
+        return "ring", 0
+    if position < one.start:
+        return "ring", one.slot * ring + position % ring
+    return "chunk", first + position - one.start
+
+
+def sources(gather: RingGather) -> list[tuple[str, int]]:
+    found = [("ring", r) for r in gather.ring_rows.tolist()]
+    for dst, src in zip(gather.chunk_dst.tolist(), gather.chunk_src.tolist(), strict=True):
+        assert found[dst] == ("ring", 0)
+        found[dst] = ("chunk", src)
+    return found
+
+
+def test_tokens_are_flat_padded_and_positioned() -> None:
+    """Ids and positions in plan order, padding to sixteen rows behind them."""
+    inputs = stage(MIXED)
+    expected = tokens_of(MIXED)
+    assert inputs.num_tokens == 312
+    assert inputs.num_padded_tokens == 320
+    assert inputs.positions.tolist() == [position for _, _, position in expected] + [0] * 8
+    assert inputs.input_ids[:2].tolist() == [300, 100]
+
+
+def test_logit_rows_are_the_last_of_each_row() -> None:
+    """A chunk that is not a prompt's last asks for none; the head's rows are padded too."""
+    inputs = stage(MIXED)
+    assert inputs.num_logits == 4
+    assert inputs.logit_rows.tolist() == [0, 1, 300, 301] + [0] * 12
+
+
+def test_window_keys_are_the_last_positions_in_order() -> None:
+    """Each token sees positions p-15..p: from the ring before its row's start, from the chunk after it."""
+    inputs = stage(MIXED)
+    found: list[tuple[str, int]] = []
+    hidden: list[bool] = []
+    for block in inputs.attention.blocks:
+        found += sources(block.keys)
+        count = (block.stop - block.start) * 16
+        hidden += [False] * count if block.hidden is None else block.hidden.flatten().tolist()
+    expected, expected_hidden = [], []
+    for one, first, position in tokens_of(MIXED):
+        for p in range(position - 15, position + 1):
+            expected.append(expected_source(one, first, p, GEOMETRY.window_ring_rows))
+            expected_hidden.append(p < 0)
+    assert found[: len(expected)] == expected
+    assert hidden[: len(expected)] == expected_hidden
+
+
+def test_padding_sees_itself_alone_and_stores_nothing() -> None:
+    """Otherwise a softmax over nothing gives NaN, or the null slot is written."""
+    inputs = stage(MIXED)
+    block = inputs.attention.blocks[-1]
+    assert block.hidden is not None
+    padding = block.hidden[-8:]
+    assert padding[:, :-1].all()
+    assert not padding[:, -1].any()
+    assert sources(block.keys)[-1] == ("chunk", 319)
+    csa, hca = inputs.attention.csa, inputs.attention.hca
+    assert csa is not None
+    assert hca is not None
+    for store, ring in ((inputs.attention.window_store, 16), (csa.store, 8), (hca.store, 128)):
+        assert int(store.src.max()) < 312
+        assert int(store.dst.min()) >= ring
+    assert not csa.counts[312:].any()
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_entries_that_close_gather_their_window_and_land_in_their_page(ratio: int) -> None:
+    """A CSA entry gathers the window before its own as well; an entry's place follows from the page table alone."""
+    inputs = stage(MIXED)
+    metadata = inputs.attention.csa if ratio == 4 else inputs.attention.hca
+    assert isinstance(metadata, CompressedMetadata)
+    ring = GEOMETRY.csa_ring_rows if ratio == 4 else GEOMETRY.hca_ring_rows
+    expected, destinations, positions = [], [], []
+    for one, first, position in tokens_of(MIXED):
+        if (position + 1) % ratio == 0:
+            w = position // ratio
+            low = ratio * w - (4 if ratio == 4 else 0)
+            expected += [expected_source(one, first, p, ring) for p in range(low, position + 1)]
+            per_page = 128 // ratio
+            destinations.append(one.page_table[w // per_page] * per_page + w % per_page)
+            positions.append(ratio * w)
+    assert sources(metadata.closing) == expected
+    assert metadata.closing_dst.tolist() == destinations
+    assert metadata.closing_positions.tolist() == positions
+    assert metadata.num_closing == len(destinations)
+    if ratio == 4:
+        assert metadata.first is not None
+        assert metadata.first.tolist() == [positions.index(0)]
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_each_token_sees_the_entries_closed_up_to_itself(ratio: int) -> None:
+    """floor((p + 1) / ratio) entries, the one that the token closes included."""
+    inputs = stage(MIXED)
+    metadata = inputs.attention.csa if ratio == 4 else inputs.attention.hca
+    assert isinstance(metadata, CompressedMetadata)
+    expected = [(position + 1) // ratio for _, _, position in tokens_of(MIXED)]
+    assert metadata.counts[:312].tolist() == expected
+    for b, block in enumerate(inputs.attention.blocks):
+        assert metadata.block_counts[b] == int(metadata.counts[block.start : block.stop].max())
+
+
+@pytest.mark.parametrize(("name", "ring"), [("window", 16), ("csa", 8), ("hca", 128)])
+def test_rings_keep_the_last_rows_of_each_chunk(name: str, ring: int) -> None:
+    """A chunk longer than the ring stores its last rows, each place once."""
+    attention = stage(MIXED).attention
+    if name == "window":
+        store = attention.window_store
+    else:
+        metadata = attention.csa if name == "csa" else attention.hca
+        assert metadata is not None
+        store = metadata.store
+    expected = []
+    for index, (one, _, position) in enumerate(tokens_of(MIXED)):
+        if position >= one.start + len(one.input_ids) - ring:
+            expected.append((index, one.slot * ring + position % ring))
+    assert list(zip(store.src.tolist(), store.dst.tolist(), strict=True)) == expected
+    assert len(set(store.dst.tolist())) == len(expected)
+
+
+def test_an_empty_plan_has_no_tokens() -> None:
+    """A rank without work takes part with zero tokens."""
+    inputs = stage(Plan(StepKind.IDLE, ()))
+    assert inputs.num_padded_tokens == 0
+    assert inputs.num_logits == 0
+    assert inputs.attention.blocks == ()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row(0, 0, 4, (1,)),
+        row(1, 126, 4, (1,)),
+        row(1, -1, 4, (1,)),
+        row(1, 0, 0, (1,)),
+        row(1, 0, 4, (1,), num_logits=5),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused(bad: PlanRow) -> None:
+    """The null slot, pages that do not cover the tokens, a negative start, no tokens, more logits than tokens."""
+    with pytest.raises(InvariantError):
+        stage(Plan(StepKind.PREFILL, (bad,)))

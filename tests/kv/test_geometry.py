@@ -1,0 +1,78 @@
+"""Sizes of pages, slots and snapshots, against the published figures of the Flash geometry."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsparkd.errors import ConfigError
+from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
+
+
+def flash(gamma: int = 5, page_tokens: int = 256) -> KVGeometry:
+    return KVGeometry(
+        num_layers=43,
+        num_csa_layers=21,
+        num_hca_layers=20,
+        head_dim=512,
+        index_head_dim=128,
+        window=128,
+        gamma=gamma,
+        page_tokens=page_tokens,
+        kv_bytes=2,
+    )
+
+
+def test_a_flash_page_takes_the_published_bytes() -> None:
+    """1,761,280 bytes hold 256 tokens of 43 layers in bfloat16: 6,880 bytes a token of context."""
+    assert flash().page_bytes == 1_761_280
+    assert flash().page_bytes / 256 == 6_880
+    assert (flash().csa_entries_per_page, flash().hca_entries_per_page) == (64, 2)
+
+
+def test_a_flash_snapshot_takes_the_published_bytes() -> None:
+    """At a page end: 5,636,096 bytes of window rows and 430,080 bytes of CSA overlap."""
+    assert flash().snapshot_bytes == 5_636_096 + 430_080
+
+
+def test_a_flash_slot_is_its_three_rings() -> None:
+    """Window rows are bfloat16, compressor rows float32: 10.5 MB a sequence in the HCA rings alone."""
+    hca = 20 * 128 * 1024 * 4
+    assert hca == 10_485_760
+    assert flash(gamma=0).slot_bytes == 5_636_096 + 21 * 8 * (2048 + 512) * 4 + hca
+
+
+@pytest.mark.parametrize(("gamma", "rows"), [(0, (128, 8, 128)), (1, (128, 8, 128)), (5, (132, 12, 132))])
+def test_rings_keep_what_rejected_rows_would_overwrite(gamma: int, rows: tuple[int, int, int]) -> None:
+    """Rows are read before they are stored, so window - 1 + gamma is the tight bound."""
+    g = flash(gamma)
+    assert (g.window_ring_rows, g.csa_ring_rows, g.hca_ring_rows) == rows
+
+
+def test_a_page_that_would_split_an_entry_is_refused() -> None:
+    """No entry straddles a page, so a page is a multiple of 128 tokens."""
+    with pytest.raises(ConfigError, match=r"kv\.page_tokens"):
+        flash(page_tokens=192)
+
+
+def test_a_budget_is_never_exceeded_and_hardly_left_unused() -> None:
+    """C-01: kv.device_bytes bounds pages, slots and snapshots together."""
+    budget = 20 << 30
+    sizes = fit_pool(flash(), budget, max_rows=64, snapshot_share=0.25)
+
+    assert sizes.num_slots == 65
+    used = sizes.device_bytes(flash())
+    assert budget - flash().page_bytes - flash().snapshot_bytes < used <= budget
+    assert sizes.num_snapshots * flash().snapshot_bytes <= 0.25 * budget
+
+
+def test_a_budget_without_room_for_a_page_names_the_least_that_has() -> None:
+    """The remedy is a number that works."""
+    least = 9 * flash().slot_bytes + 2 * flash().page_bytes
+    with pytest.raises(ConfigError, match=str(least)):
+        fit_pool(flash(), least - 1, max_rows=8, snapshot_share=0.0)
+    assert fit_pool(flash(), least, max_rows=8, snapshot_share=0.0) == PoolSizes(2, 9, 0)
+
+
+def test_pages_for_tokens_round_up() -> None:
+    """The last page may be partly filled."""
+    assert [flash().num_pages_for(n) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]

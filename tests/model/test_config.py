@@ -1,0 +1,97 @@
+"""ModelConfig: every key of a released config is checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsparkd.errors import CheckpointError
+from dsparkd.model.config import load_model_config, parse_model_config
+from tests.model.values import small_values
+
+REQUIRED = sorted(
+    small_values().keys()
+    - {"architectures", "attention_dropout", "initializer_range", "num_nextn_predict_layers", "dspark_block_size"}
+)
+
+
+def test_a_released_config_parses_and_ratios_are_cut_to_the_layers() -> None:
+    """The zeros behind the main layers describe draft stages."""
+    config = parse_model_config(small_values())
+    assert config.compress_ratios == (0, 4, 128, 4, 128, 0)
+    assert config.dspark is not None
+    assert config.gamma == config.dspark.block_size == 5
+    assert config.rope_scaling is not None
+    assert config.expert_dtype == "fp4"
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_key_is_named(key: str) -> None:
+    """C-01: a silent default would compute another model."""
+    values = small_values()
+    del values[key]
+    with pytest.raises(CheckpointError, match=f"'{key}' is missing"):
+        parse_model_config(values)
+
+
+def test_without_dspark_keys_there_is_no_drafter_and_no_margin() -> None:
+    """gamma sizes the rings."""
+    values = {key: value for key, value in small_values().items() if not key.startswith("dspark")}
+    config = parse_model_config(values)
+    assert config.dspark is None
+    assert config.kv_geometry(256, "float32").window_ring_rows == 128
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("made_up_key", 1),
+        ("model_type", "deepseek_v3"),
+        ("num_key_value_heads", 2),
+        ("scoring_func", "softmax"),
+        ("norm_topk_prob", 1),
+        ("tie_word_embeddings", True),
+        ("hidden_size", "64"),
+        ("hidden_size", True),
+        ("hidden_size", 0),
+        ("hidden_size", 63),
+        ("hc_eps", 0),
+        ("hc_eps", float("inf")),
+        ("compress_ratios", [0, 4, 128]),
+        ("compress_ratios", [0, 4, 128, 4, 8, 0]),
+        ("compress_ratios", [0, 4, 128, 4, 128, 0, 4]),
+        ("rope_scaling", {"type": "linear", "factor": 2}),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("expert_dtype", "int4"),
+        ("torch_dtype", "float16"),
+        ("n_routed_experts", 7),
+        ("num_experts_per_tok", 9),
+        ("n_shared_experts", 2),
+        ("o_groups", 3),
+        ("eos_token_id", 10_000),
+        ("dspark_target_layer_ids", [6]),
+        ("dspark_noise_token_id", -1),
+    ],
+)
+def test_a_wrong_value_is_named(key: str, value: object) -> None:
+    """C-01: what the forward pass does not compute is refused, not approximated."""
+    with pytest.raises(CheckpointError, match=key):
+        parse_model_config(small_values() | {key: value})
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
+def test_a_file_that_is_no_object_is_named(tmp_path: Path, content: bytes) -> None:
+    """The error says which file."""
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_model_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_model_config(tmp_path / "absent")
+
+
+def test_a_file_gives_what_its_values_give(tmp_path: Path) -> None:
+    """Reading adds nothing."""
+    (tmp_path / "config.json").write_text(json.dumps(small_values()), encoding="utf-8")
+    assert load_model_config(tmp_path) == parse_model_config(small_values())
