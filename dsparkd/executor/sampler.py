@@ -22,6 +22,10 @@ from dsparkd.errors import InvariantError
 from dsparkd.kernels import noise, sampling
 from dsparkd.messages import SamplingParams, TokenLogprob
 
+# Up to here a draw is the argmax in all but name, and scores divided by less would leave float32.
+GREEDY_TEMPERATURE = 1e-5
+# A penalty near 0 multiplies a score out of float32; an infinite one could not be told from a broken model's.
+MAX_SCORE = 1e30
 # Rows of prompt log-probabilities looked at together: their int64 keys take 8 bytes a vocabulary id.
 PROMPT_ROWS = 256
 
@@ -94,7 +98,7 @@ class Sampler:
                 self._edit(logits[i], sample)
         if self._no_token is not None:
             logits += self._no_token
-        drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > 0]
+        drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
         if not drawn:
             return _best(logits)
         if len(drawn) == len(samples):
@@ -110,7 +114,8 @@ class Sampler:
             seen = self._ids({*sample.prompt_ids, *sample.output_ids})
             scores = row[seen]
             factor = params.repetition_penalty
-            row[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+            penalized = torch.where(scores > 0, scores / factor, scores * factor)
+            row[seen] = penalized.clamp_(-MAX_SCORE, MAX_SCORE)
         if sample.output_ids and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
             emitted, counts = torch.unique(self._ids(sample.output_ids), return_counts=True)
             row[emitted] -= counts * params.frequency_penalty + params.presence_penalty

@@ -131,6 +131,17 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_scores_of_p
     assert choose_one([1.5, 2.0, 0, 0, 0, 0, 0, 0], params, output=(1,)) == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-320, 1e-5, 2.0])
+def test_no_legal_parameter_makes_scores_leave_float32(temperature: float) -> None:
+    """What a client may send must never look like a broken model, which would stop the pair."""
+    for factor in (1e-300, 1e-45, 10.0):
+        params = changed(GREEDY, temperature=temperature, repetition_penalty=factor, top_p=5e-324, min_p=5e-324)
+
+        got = plain_sampler().choose(logits_of(1), [sample(0, params, output=(9,))])
+
+        assert 0 <= got.token_ids[0] < VOCAB
+
+
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     """OpenAI's definition: presence once an emitted id, frequency once an occurrence, the prompt not at all."""
     assert choose_one([1.0, 0, 0, 0, 0, 1.5, 0, 0], changed(GREEDY, presence_penalty=2.0)) == 5
