@@ -1,0 +1,436 @@
+"""Two real rank processes over a small checkpoint: start, serve, fail and leave as the supervisor will see it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from dsparkd import log, rank
+from dsparkd.config import (
+    Config,
+    EngineConfig,
+    ExchangeConfig,
+    Hardware,
+    HealthConfig,
+    KVConfig,
+    SchedulerConfig,
+    WatchdogConfig,
+    resolve,
+)
+from dsparkd.errors import ConfigError, PeerError
+from dsparkd.executor.plan import StepKind
+from dsparkd.ipc.channel import Channel
+from dsparkd.ipc.wiring import RankWiring
+from dsparkd.messages import (
+    Abort,
+    Admitted,
+    Farewell,
+    LoadSnapshot,
+    Message,
+    MetricsFrame,
+    Progress,
+    RankReady,
+    RoutedBatch,
+    SamplingParams,
+    Shutdown,
+    StartFailed,
+    TokenDelta,
+    TokenDeltas,
+    TokenizedRequest,
+    decode_from_rank,
+    decode_to_detokenizer,
+)
+from tools.random_checkpoint import write_nano
+
+ROOT = Path(rank.__file__).parents[1]
+PATIENCE_S = 60.0
+
+# What the supervisor does after its fork, without the fork: pytest's own process has threads by now.
+CHILD = """
+import socket, sys
+import msgspec
+from dsparkd import log
+from dsparkd.config import Config
+from dsparkd.ipc.wiring import RankWiring
+dp_rank, *fds = map(int, sys.argv[1:5])
+config = msgspec.json.decode(sys.argv[5], type=Config)
+log.configure("rank", dp_rank, "json", "info")
+from dsparkd import rank
+exec(sys.argv[6])
+code = rank.main(config, RankWiring(dp_rank, *(socket.socket(fileno=fd) for fd in fds)))
+sys.stderr.flush()
+import os
+os._exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A cpu server of the shipped geometry with random weights."""
+    directory = tmp_path_factory.mktemp("rank")
+    write_nano(directory / "checkpoint", seed=5)
+    engine = EngineConfig(
+        checkpoint=str(directory / "checkpoint"),
+        device="cpu",
+        dtype="float32",
+        max_context_tokens=2048,
+        crash_dir=str(directory / "crash"),
+    )
+    whole = Config(
+        engine=engine, kv=KVConfig(device_bytes=64 << 20), scheduler=SchedulerConfig(max_rows=4, chunk_tokens=256)
+    )
+    return resolve(whole, Hardware(num_cuda_devices=0))
+
+
+class Process:
+    """One rank process and the parent's ends of its channels."""
+
+    def __init__(self, config: Config, dp_rank: int, peer: socket.socket, patch: str) -> None:
+        parent, parent_there = socket.socketpair()
+        text, text_there = socket.socketpair()
+        ends = (parent_there, text_there, peer)
+        numbers = [end.fileno() for end in ends]
+        arguments = [str(dp_rank), *map(str, numbers), msgspec.json.encode(config).decode(), patch]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *arguments], pass_fds=numbers, cwd=ROOT, stderr=subprocess.PIPE
+        )
+        for end in ends:
+            end.close()
+        options = {"send_timeout_s": 5.0, "max_pending_bytes": 1 << 26}
+        self.parent = Channel(parent, decode_from_rank, **options)
+        self.detokenizer = Channel(text, decode_to_detokenizer, **options)
+        self.told: list[Message] = []
+        self.deltas: list[TokenDelta] = []
+        self.farewells: list[str] = []
+
+    def collect(self) -> None:
+        """Read what has arrived; the end of a channel is not an error here."""
+        for channel in (self.parent, self.detokenizer):
+            try:
+                messages = channel.receive_nowait()
+            except PeerError:
+                continue
+            for message in messages:
+                if isinstance(message, TokenDeltas):
+                    self.deltas += message.deltas
+                elif isinstance(message, Farewell) and channel is self.detokenizer:
+                    self.farewells.append(message.source)
+                else:
+                    self.told.append(message)
+
+    def last(self, kind: type[Message]) -> Message | None:
+        """The newest message of a kind."""
+        return next((message for message in reversed(self.told) if type(message) is kind), None)
+
+    def end(self) -> tuple[int, list[dict[str, object]], str]:
+        """Wait for the end: exit code, log lines, and whatever else was on standard error."""
+        _, stderr = self.process.communicate(timeout=PATIENCE_S)
+        lines, rest = [], []
+        for line in stderr.decode().splitlines():
+            if line.startswith("{"):
+                lines.append(json.loads(line))
+            else:
+                rest.append(line)
+        return self.process.returncode, lines, "\n".join(rest)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        self.parent.close()
+        self.detokenizer.close()
+
+
+class Server:
+    """Two rank processes. patch: Python that each child runs before its main."""
+
+    def __init__(self, config: Config, patch: str = "") -> None:
+        peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ranks = tuple(Process(config, dp_rank, peers[dp_rank], patch) for dp_rank in (0, 1))
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, [each.told[-3:] for each in self.ranks]
+            for each in self.ranks:
+                each.collect()
+            time.sleep(0.002)
+
+    def wait_until_ready(self) -> None:
+        self.wait_for(lambda: all(each.last(RankReady) or each.last(StartFailed) for each in self.ranks))
+        assert all(each.last(RankReady) for each in self.ranks), [each.last(StartFailed) for each in self.ranks]
+
+    def close(self) -> None:
+        for each in self.ranks:
+            each.close()
+
+
+def request(request_id: str, length: int, max_tokens: int, **sampling: object) -> TokenizedRequest:
+    params = msgspec.convert({"max_tokens": max_tokens, "seed": 3, "ignore_eos": True, **sampling}, SamplingParams)
+    now = time.monotonic_ns()
+    return TokenizedRequest(
+        request_id=request_id,
+        prompt_ids=tuple(5 + (index * 7) % 200 for index in range(length)),
+        sampling=params,
+        received_ns=now,
+        encoded_ns=now,
+        tokenized_ns=now,
+        dispatched_ns=now,
+    )
+
+
+@pytest.fixture
+def serve(config: Config) -> Iterator[Callable[..., Server]]:
+    started = []
+
+    def start(patch: str = "", **changes: object) -> Server:
+        server = Server(msgspec.structs.replace(config, **changes), patch)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def test_ranks_start_serve_and_leave_together(serve: Callable[..., Server]) -> None:
+    """R-09, L-33, L-41, X-27, M-06: one life of the pair, from the first progress message to exit code 0.
+
+    Warm equals cold, and a request gives the same ids on either rank.
+    """
+    server = serve()
+    server.wait_until_ready()
+    for dp_rank, each in enumerate(server.ranks):
+        ready = each.last(RankReady)
+        assert isinstance(ready, RankReady)
+        assert ready.gc_frozen_objects > 0
+        assert ready.longest_tick_s > 0
+        assert {path.path: path.state for path in ready.paths}["gloo_exchange"] == "active"
+        stages = [message.stage for message in each.told if isinstance(message, Progress)]
+        assert list(dict.fromkeys(stages)) == ["groups", "weights", "pools", "warm_up"]
+        batch = (request("cold", 520, 8), request("greedy", 40, 8, temperature=0.0))
+        each.parent.send_nowait(RoutedBatch(dp_rank, 1, batch))
+    server.wait_for(lambda: all(sum(delta.finish is not None for delta in each.deltas) == 2 for each in server.ranks))
+    server.ranks[0].parent.send_nowait(RoutedBatch(0, 2, (request("warm", 520, 8),)))
+    server.wait_for(lambda: sum(delta.finish is not None for delta in server.ranks[0].deltas) == 3)
+    outputs = [
+        {
+            name: tuple(token for delta in each.deltas if delta.request_id == name for token in delta.token_ids)
+            for name in ("cold", "greedy", "warm")
+        }
+        for each in server.ranks
+    ]
+    assert len(outputs[0]["cold"]) == 8
+    assert outputs[0]["cold"] == outputs[1]["cold"] == outputs[0]["warm"]
+    assert outputs[0]["greedy"] == outputs[1]["greedy"]
+    finish = server.ranks[0].deltas[-1].finish
+    assert finish is not None
+    assert finish.cached_tokens == 512
+
+    server.wait_for(lambda: all(parked(each) for each in server.ranks))
+    server.ranks[1].parent.send_nowait(Abort("nobody"))
+    server.ranks[0].parent.send_nowait(Shutdown())
+    server.ranks[1].parent.send_nowait(Shutdown())
+    server.wait_for(lambda: all(each.process.poll() is not None for each in server.ranks))
+
+    ticks = set()
+    for dp_rank, each in enumerate(server.ranks):
+        each.collect()
+        code, lines, noise = each.end()
+        assert (code, noise) == (0, "")
+        events = [line["event"] for line in lines]
+        assert events[0] == "rank_ready"
+        assert events[-2:] == ["rank_closed_pools", "rank_stopped"]
+        assert not [line for line in lines if line["level"] in ("warning", "error")]
+        assert each.farewells == [f"rank{dp_rank}"]
+        assert isinstance(each.told[-1], Farewell)
+        frame = each.last(MetricsFrame)
+        assert isinstance(frame, MetricsFrame)
+        assert frame.values[f"dsparkd_gc_frozen_objects\0{dp_rank}"] > 0
+        assert frame.values[f"dsparkd_path_active\0{dp_rank}\0mixed_step"] == 1
+        assert frame.values[f"dsparkd_requests_total\0{dp_rank}\0length"] == 3 - dp_rank
+        ticks.add(frame.values[f"dsparkd_exchange_sequence\0{dp_rank}\0plan"])
+        finished = [line for line in lines if line["event"] == "request_finished"]
+        for line in finished:
+            names = ("received", "encoded", "tokenized", "dispatched", "delivered", "first_planned")
+            times = [line[f"{name}_ns"] for name in names]
+            assert all(times)
+            assert times == sorted(times)
+    assert len(ticks) == 1
+
+
+def parked(each: Process) -> bool:
+    snapshot = each.last(LoadSnapshot)
+    return isinstance(snapshot, LoadSnapshot) and snapshot.parked
+
+
+def test_a_killed_peer_fails_the_other_rank_with_a_report(serve: Callable[..., Server], config: Config) -> None:
+    """R38, L-38: exit 70 in seconds, with the last plans of both ranks in a file that the log names."""
+    server = serve()
+    server.wait_until_ready()
+    server.ranks[0].parent.send_nowait(RoutedBatch(0, 1, (request("long", 30, 2000),)))
+    server.wait_for(lambda: len(server.ranks[0].deltas) > 5)
+    server.ranks[1].process.kill()
+    code, lines, _ = server.ranks[0].end()
+
+    assert code == 70
+    failed = next(line for line in lines if line["event"] == "rank_failed")
+    report = json.loads(Path(str(failed["report"])).read_text())
+    assert Path(str(failed["report"])).parent == Path(config.engine.crash_dir)
+    assert report["requests"] == {"waiting": 0, "prefill": 0, "decode": 1}
+    assert 1 <= len(report["ticks"]) <= 256
+    assert report["ticks"][-1]["rows"][0]["request_id"] == "long"
+    assert [vote["tick"] for vote in report["ticks"][-1]["votes"]] == [report["ticks"][-1]["tick"]] * 2
+    assert "PeerError" in report["error"]
+    assert report["stacks"]
+
+
+def test_a_hung_tick_shows_all_stacks_and_ends_the_rank(serve: Callable[..., Server]) -> None:
+    """L-32: blocked while holding the interpreter, where no Python code could react; the other rank fails too."""
+    patch = """
+import ctypes, dsparkd.executor.executor as module
+def hang(self, plan, counts):
+    if plan.rows and plan.rows[0].request_id == "hang":
+        ctypes.PyDLL(None).sleep(60)
+    return step(self, plan, counts)
+step, module.Executor.step = module.Executor.step, hang
+"""
+    watchdog = msgspec.convert({"tick_timeout_s": 1.5}, WatchdogConfig)
+    exchange = msgspec.convert({"timeout_s": 1.0}, ExchangeConfig)
+    server = serve(patch, watchdog=watchdog, exchange=exchange)
+    server.wait_until_ready()
+    server.ranks[0].parent.send_nowait(RoutedBatch(0, 1, (request("hang", 5, 2),)))
+    code, _, noise = server.ranks[0].end()
+    assert code == -signal.SIGALRM
+    assert "most recent call first" in noise
+    assert "in hang" in noise
+    assert server.ranks[1].end()[0] == 70
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"kv": KVConfig(device_bytes=1 << 20)}, "kv.device_bytes"),
+        ({"health": HealthConfig(max_age_s=0.31, heartbeat_s=0.1)}, "health.max_age_s"),
+    ],
+)
+def test_a_start_failure_names_the_key_and_exits_78(
+    serve: Callable[..., Server], changes: dict[str, object], expected: str
+) -> None:
+    """L-15, L-40: the parent hears why nothing will listen; exit 78 is not restarted."""
+    slow = """
+import dsparkd.rank, itertools
+counter = itertools.count()
+dsparkd.rank.time.monotonic_ns = lambda: next(counter) * 500_000_000
+"""
+    server = serve(slow, **changes)
+    server.wait_for(lambda: any(each.last(StartFailed) for each in server.ranks))
+    told = next(each for each in server.ranks if each.last(StartFailed))
+    failure = told.last(StartFailed)
+    assert isinstance(failure, StartFailed)
+    assert failure.exit_code == 78
+    assert expected in failure.error
+    assert told.end()[0] == 78
+
+
+def test_snapshots_must_be_able_to_be_fresh() -> None:
+    """L-15: max_age_s below three times the longest warm-up tick is refused with both numbers."""
+    rank.require_fresh_snapshots(HealthConfig(max_age_s=30), 10.0)
+    with pytest.raises(ConfigError, match=r"30(\.0)?: the longest warm-up tick took 10\.100 s"):
+        rank.require_fresh_snapshots(HealthConfig(max_age_s=30.0), 10.1)
+
+
+def test_frozen_objects_are_counted_and_spared() -> None:
+    """L-41: what lives for ever is out of later collections; the count is what the gauge shows."""
+    keep = [[] for _ in range(1_000)]
+    try:
+        assert rank.freeze_garbage() >= 1_000
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert len(keep) == 1_000
+
+
+def test_warm_up_runs_the_largest_steps_on_valid_memory(config: Config) -> None:
+    """L-15: the longest tick is measured on the largest prefill and the widest decode; both ranks run the same."""
+    chunk, decode = rank.warm_up_plans(config, num_pages=40)
+    assert (chunk.kind, chunk.num_tokens) == (StepKind.PREFILL, 256)
+    assert (decode.kind, decode.num_tokens) == (StepKind.DECODE, 4)
+    for plan in (chunk, decode):
+        assert {start.slot for start in plan.slot_starts} == {row.slot for row in plan.rows}
+        assert all(0 < page < 40 for row in plan.rows for page in row.page_table)
+
+    clock = iter([0, 5, 10, 2_000_000_010]).__next__
+    steps = []
+    fake = SimpleNamespace(step=lambda plan, counts: steps.append((plan, counts)))
+    assert rank.warm_up(fake, [chunk, decode], clock) == 2.0
+    assert steps == [(chunk, (256, 256)), (decode, (4, 4))]
+
+
+@pytest.fixture
+def built(config: Config) -> Iterator[rank.Rank]:
+    """A rank that has started nothing."""
+    pairs = [socket.socketpair() for _ in range(3)]
+    log.configure("rank", 0, "json", "info")
+    yield rank.Rank(config, RankWiring(0, *(pair[0] for pair in pairs)))
+    for left, right in pairs:
+        left.close()
+        right.close()
+
+
+def test_a_missing_peer_at_the_last_barrier_is_named_and_no_group_destroyed(
+    built: rank.Rank, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """L-37: destroying groups whose other side has gone may hang, so the process leaves with exit 70."""
+    calls = []
+
+    def refuse(timeout_s: float) -> None:
+        raise PeerError(f"rank 1 did not reach the barrier in {timeout_s}")
+
+    built._executor = SimpleNamespace(close=lambda: calls.append("executor"))
+    built._groups = SimpleNamespace(barrier=refuse, close=lambda: calls.append("groups"))
+    assert built.leave() == 70
+    assert calls == ["executor"]
+
+    built._groups = SimpleNamespace(barrier=calls.append, close=lambda: calls.append("groups"))
+    assert built.leave() == 0
+    assert calls[1:] == ["executor", 10.0, "groups"]
+
+
+def test_only_the_latest_crash_reports_are_kept(built: rank.Rank, config: Config, tmp_path: Path) -> None:
+    """A rank that fails at every start must not fill the disk; a directory that cannot be written is no new failure."""
+    engine = msgspec.structs.replace(config.engine, crash_dir=str(tmp_path / "crash"))
+    built._config = msgspec.structs.replace(config, engine=engine)
+    paths = [built.write_crash_report(PeerError(f"failure {number}")) for number in range(20)]
+    assert sorted(map(str, (tmp_path / "crash").iterdir())) == paths[-rank.NUM_CRASH_REPORTS :]
+
+    (tmp_path / "file").write_text("in the way")
+    engine = msgspec.structs.replace(engine, crash_dir=str(tmp_path / "file"))
+    built._config = msgspec.structs.replace(config, engine=engine)
+    assert built.write_crash_report(PeerError("x")) is None
+
+
+def test_an_admitted_request_is_answered_before_its_first_token(serve: Callable[..., Server]) -> None:
+    """decisions.md 15: the parent sends the status line only after Admitted."""
+    server = serve()
+    server.wait_until_ready()
+    server.ranks[1].parent.send_nowait(RoutedBatch(1, 1, (request("x", 2048, 4),)))
+    server.ranks[1].parent.send_nowait(RoutedBatch(1, 2, (request("y", 20, 1),)))
+    server.wait_for(lambda: any(delta.finish for delta in server.ranks[1].deltas))
+    answers = [message for message in server.ranks[1].told if not isinstance(message, (LoadSnapshot, MetricsFrame))]
+    assert [type(answer).__name__ for answer in answers[-2:]] == ["Refused", "Admitted"]
+    assert isinstance(answers[-1], Admitted)
+    assert server.ranks[1].deltas[-1].request_id == "y"
