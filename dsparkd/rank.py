@@ -21,7 +21,8 @@ from typing import NoReturn
 import msgspec
 
 import dsparkd
-from dsparkd import log, metrics
+from dsparkd import log as log_module
+from dsparkd import metrics
 from dsparkd.config import Config, HealthConfig
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, ConfigError, FatalError, InvariantError, PeerError, StartError
 from dsparkd.executor.collectives import RankGroups
@@ -47,6 +48,8 @@ from dsparkd.scheduler.request import Memory
 from dsparkd.scheduler.results import Committer
 from dsparkd.text.tokenizer import Tokenizer
 
+log = log_module.get()
+
 # Deltas that the detokenizer, or answers that the parent, has not read: beyond this it is stuck.
 MAX_PENDING_BYTES = 64 << 20
 NUM_CRASH_REPORTS = 16  # a rank that fails again and again must not fill the disk
@@ -62,21 +65,20 @@ PATHS = (
 
 def main(config: Config, wiring: RankWiring) -> int:
     """Run the process until both ranks have agreed to stop; returns the exit code."""
-    logger = log.get()
     rank = Rank(config, wiring)
     try:
         rank.start()
         rank.serve()
         return rank.leave()
     except StartError as error:
-        logger.error("rank_start_failed", error=str(error))
+        log.error("rank_start_failed", error=str(error))
         rank.tell_start_failed(error)
         return error.exit_code
     except FatalError as error:
-        logger.error("rank_failed", error=str(error), report=rank.write_crash_report(error))
+        log.error("rank_failed", error=str(error), report=rank.write_crash_report(error))
         return EXIT_FATAL
     except Exception as error:  # a process main
-        logger.exception("rank_crashed", report=rank.write_crash_report(error))
+        log.exception("rank_crashed", report=rank.write_crash_report(error))
         return EXIT_FATAL
 
 
@@ -86,7 +88,6 @@ class Rank:
     def __init__(self, config: Config, wiring: RankWiring) -> None:
         self._config = config
         self._wiring = wiring
-        self._log = log.get()
         self._tally = metrics.Tally()
         self._parent: Channel[ToRank] = Channel(
             wiring.parent,
@@ -147,7 +148,7 @@ class Rank:
             paths=PATHS,
         )
         self._parent.send_nowait(ready)
-        self._log.info(
+        log.info(
             "rank_ready",
             device=ready.device,
             weight_bytes=ready.weight_bytes,
@@ -208,15 +209,15 @@ class Rank:
         if self._executor is None or self._groups is None:
             raise InvariantError("leave before start")
         self._executor.close()
-        self._log.info("rank_closed_pools")
+        log.info("rank_closed_pools")
         try:
             self._groups.barrier(self._config.shutdown.barrier_timeout_s)
         except PeerError as error:
             # Destroying groups whose other side has gone may never return, so the process leaves with them.
-            self._log.error("teardown_barrier_missed", missing=f"rank{1 - self._wiring.dp_rank}", error=str(error))
+            log.error("teardown_barrier_missed", missing=f"rank{1 - self._wiring.dp_rank}", error=str(error))
             return EXIT_FATAL
         self._groups.close()
-        self._log.info("rank_stopped")
+        log.info("rank_stopped")
         return EXIT_OK
 
     def tell_start_failed(self, error: StartError) -> None:
@@ -225,7 +226,7 @@ class Rank:
             role = f"rank{self._wiring.dp_rank}"
             self._parent.send_nowait(StartFailed(role=role, exit_code=error.exit_code, error=str(error)))
         except PeerError:
-            self._log.warning("parent_lost")
+            log.warning("parent_lost")
 
     def write_crash_report(self, error: Exception) -> str | None:
         """Write what is known of the failure to engine.crash_dir; returns the file's path, None if it cannot be."""
@@ -248,7 +249,7 @@ class Rank:
             for old in sorted(directory.glob(f"{name}-*.json"))[:-NUM_CRASH_REPORTS]:
                 old.unlink(missing_ok=True)
         except OSError as failure:
-            self._log.warning("crash_report_failed", directory=str(directory), error=str(failure))
+            log.warning("crash_report_failed", directory=str(directory), error=str(failure))
             return None
         return str(path)
 

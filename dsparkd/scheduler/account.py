@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dsparkd import log, metrics
+from dsparkd import log as log_module
+from dsparkd import metrics
 from dsparkd.executor.plan import Plan
 from dsparkd.messages import MetricsFrame
 from dsparkd.scheduler.agreement import Agreement, Channel
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request
 from dsparkd.scheduler.results import Ended
+
+log = log_module.get()
 
 FRAME_PERIOD_NS = 1_000_000_000
 
@@ -22,7 +25,6 @@ class Account:
         self._rank = str(dp_rank)
         self._tally = tally
         self._clock = clock
-        self._log = log.get()
         self._tick_start_ns = self._lap_ns = clock()
         self._next_frame_ns = clock()
         self._woken_ns = 0
@@ -112,7 +114,7 @@ class Account:
             self._tally.inc(metrics.REQUESTS, self._rank, end.ending.reason)
             duration_s = (now_ns - message.received_ns) / 1e9
             self._tally.observe(metrics.REQUEST_SECONDS, self._rank, value=duration_s)
-            self._log.info(
+            log.info(
                 "request_finished",
                 request_id=request.request_id,
                 reason=end.ending.reason,
