@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsparkd.config import Config
 from dsparkd.errors import RequestError
-from dsparkd.http.exchange import Endpoint, Exchange, Handler, json_response
+from dsparkd.http.endpoint import Endpoint, Handler, Incoming, json_response
 from dsparkd.http.generate import Generate
 from dsparkd.http.intake import Intake
 from dsparkd.http.keys import ApiKeys
@@ -49,7 +49,7 @@ def build_app(config: Config, router: Router, registry: Registry) -> Starlette:
     ops = Ops(config, router, registry, intake, created_s=int(time.time()))
     document = json_response(openapi_document(config.limits))
 
-    async def openapi(exchange: Exchange) -> Response:
+    async def openapi(incoming: Incoming) -> Response:
         return document
 
     def endpoint(
@@ -97,6 +97,6 @@ def build_app(config: Config, router: Router, registry: Registry) -> Starlette:
     return app
 
 
-async def _not_found(exchange: Exchange) -> Response:
-    path = exchange.request.url.path
+async def _not_found(incoming: Incoming) -> Response:
+    path = incoming.request.url.path
     raise RequestError(f"{path[:200]!r} is no endpoint; see /openapi.json", status=404, code="not_found")

@@ -1,7 +1,7 @@
 """Generating endpoints: read, submit, answer whole or as server-sent events.
 
 The status line is sent only after every item was admitted, and a client that leaves takes exactly its items along:
-both hold because all work after the body runs inside `Exchange.while_connected`.
+both hold because all work after the body runs inside `Incoming.while_connected`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsparkd.config import LimitsConfig
 from dsparkd.errors import RequestError
 from dsparkd.http.answers import Answers, ChatAnswers, CompletionAnswers, Json
 from dsparkd.http.body import ClientLeft, read_body
-from dsparkd.http.exchange import Exchange, error_object, json_response
+from dsparkd.http.endpoint import Incoming, error_object, json_response
 from dsparkd.http.intake import Envelope, Intake, Work
 from dsparkd.routing.router import Router, Submission
 
@@ -39,62 +39,62 @@ class Generate:
         self._threads = threads
         self._tally = tally
 
-    async def chat(self, exchange: Exchange) -> Response:
+    async def chat(self, incoming: Incoming) -> Response:
         """POST /v1/chat/completions."""
-        raw = await read_body(exchange.request, self._limits)
-        envelope = _envelope(exchange)
+        raw = await read_body(incoming.request, self._limits)
+        envelope = _envelope(incoming)
 
         async def answer() -> Response:
             chat = await self._in_thread(lambda: self._intake.chat(raw, envelope))
             answers = ChatAnswers(chat, self._intake.model, self._intake.encoding)
-            return await self._answer(exchange, chat.work, answers)
+            return await self._answer(incoming, chat.work, answers)
 
-        return await exchange.while_connected(answer())
+        return await incoming.while_connected(answer())
 
-    async def completion(self, exchange: Exchange) -> Response:
+    async def completion(self, incoming: Incoming) -> Response:
         """POST /v1/completions."""
-        raw = await read_body(exchange.request, self._limits)
-        envelope = _envelope(exchange)
+        raw = await read_body(incoming.request, self._limits)
+        envelope = _envelope(incoming)
 
         async def answer() -> Response:
             completion = await self._in_thread(lambda: self._intake.completion(raw, envelope))
             answers = CompletionAnswers(completion, self._intake.model, self._intake.tokenizer)
-            return await self._answer(exchange, completion.work, answers)
+            return await self._answer(incoming, completion.work, answers)
 
-        return await exchange.while_connected(answer())
+        return await incoming.while_connected(answer())
 
-    async def tokenize(self, exchange: Exchange) -> Response:
+    async def tokenize(self, incoming: Incoming) -> Response:
         """POST /tokenize."""
-        raw = await read_body(exchange.request, self._limits)
+        raw = await read_body(incoming.request, self._limits)
         ids = await self._in_thread(lambda: self._intake.tokenize(raw))
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": self._intake.max_context_tokens})
 
-    async def detokenize(self, exchange: Exchange) -> Response:
+    async def detokenize(self, incoming: Incoming) -> Response:
         """POST /detokenize."""
-        raw = await read_body(exchange.request, self._limits)
+        raw = await read_body(incoming.request, self._limits)
         return json_response({"prompt": await self._in_thread(lambda: self._intake.detokenize(raw))})
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _answer(self, exchange: Exchange, work: Work, answers: Answers) -> Response:
+    async def _answer(self, incoming: Incoming, work: Work, answers: Answers) -> Response:
         """Submit, wait for admission, then answer in the way that was asked for."""
-        exchange.request_id = work.request_id
+        incoming.request_id = work.request_id
         submission = await self._router.submit(work.items)
-        exchange.fields["items"] = len(work.items)
-        exchange.fields["dp_ranks"] = sorted({handle.dp_rank for handle in submission.handles})
+        incoming.fields["items"] = len(work.items)
+        incoming.fields["dp_ranks"] = sorted({handle.dp_rank for handle in submission.handles})
         admitted = False
         try:
             await submission.admitted()
             admitted = True
             if work.stream:
                 # From here on the stream owns the submission.
-                return EventStream(exchange, submission, work, answers, self._tally)
+                return EventStream(incoming, submission, work, answers, self._tally)
             while arrived := await submission.receive():
                 answers.keep(arrived)
         finally:
             if not (admitted and work.stream):
-                _note(exchange, answers)
+                _note(incoming, answers)
                 submission.abort()
         return json_response(answers.body())
 
@@ -105,11 +105,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, exchange: Exchange, submission: Submission, work: Work, answers: Answers, tally: metrics.Tally
+        self, incoming: Incoming, submission: Submission, work: Work, answers: Answers, tally: metrics.Tally
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._exchange = exchange
+        self._incoming = incoming
         self._submission = submission
         self._work = work
         self._answers = answers
@@ -118,10 +118,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._tally.inc(metrics.HTTP_OPEN_STREAMS)
         try:
-            await self._exchange.while_connected(self._write_while_read(send))
+            await self._incoming.while_connected(self._write_while_read(send))
         finally:
             self._tally.inc(metrics.HTTP_OPEN_STREAMS, by=-1)
-            _note(self._exchange, self._answers)
+            _note(self._incoming, self._answers)
             self._submission.abort()
 
     async def _write_while_read(self, send: Send) -> None:
@@ -131,7 +131,7 @@ class EventStream(Response):
         try:
             await asyncio.wait((writing, overrun), return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
-                self._exchange.fields["overrun"] = True
+                self._incoming.fields["overrun"] = True
                 raise ClientLeft
             writing.result()
         finally:
@@ -149,7 +149,7 @@ class EventStream(Response):
                 await _send_events(send, [self._answers.usage_chunk()])
         except RequestError as error:
             # Too late for a status: the client reads the error as an event.
-            self._exchange.fields["code"] = error.code
+            self._incoming.fields["code"] = error.code
             await _send_events(send, [error_object(error)])
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
@@ -162,13 +162,13 @@ async def _send_events(send: Send, events: Sequence[Json]) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _envelope(exchange: Exchange) -> Envelope:
-    return Envelope(exchange.request_id, exchange.has_header_id, exchange.received_ns)
+def _envelope(incoming: Incoming) -> Envelope:
+    return Envelope(incoming.request_id, incoming.has_header_id, incoming.received_ns)
 
 
-def _note(exchange: Exchange, answers: Answers) -> None:
+def _note(incoming: Incoming, answers: Answers) -> None:
     """What the log line says of the answer."""
-    exchange.fields |= {
+    incoming.fields |= {
         "prompt_tokens": answers.usage.prompt_tokens,
         "output_tokens": answers.usage.completion_tokens,
         "finish": answers.finish_reasons(),

@@ -1,6 +1,7 @@
 """Public request bodies, field by field as docs/api.md lists them. An unknown field is refused with its name.
 
 Fields of type `object` are accepted and ignored: real clients send them, and leaving them out changes no answer.
+Fields of type `None` may only be null, which asks for nothing.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ class Generation(Body, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None
+    json_schema: None = None
+    json_object: None = None
+    regex: None = None
+    ebnf: None = None
+    structural_tag: None = None
     routed_dp_rank: int | None = None
     request_id: RequestId | None = None
     user: Ignored = None
@@ -206,6 +212,8 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     parallel_tool_calls: Literal[True] | None = None
+    functions: None = None
+    function_call: None = None
 
 
 # One list type a union is what msgspec can check; `prompts_of` checks the items.
@@ -232,6 +240,8 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: PromptField
+    suffix: None = None
+    best_of: None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None

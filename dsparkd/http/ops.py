@@ -13,7 +13,7 @@ from starlette.responses import Response
 import dsparkd
 from dsparkd.config import Config
 from dsparkd.errors import CheckpointError, RequestError
-from dsparkd.http.exchange import Exchange, json_response
+from dsparkd.http.endpoint import Incoming, json_response
 from dsparkd.http.intake import Intake
 from dsparkd.metrics import Registry
 from dsparkd.routing.router import Router
@@ -33,17 +33,17 @@ class Ops:
         self._created_s = created_s
         self._geometry = read_geometry(Path(config.engine.checkpoint))
 
-    async def health(self, exchange: Exchange) -> Response:
+    async def health(self, incoming: Incoming) -> Response:
         """GET /health: the front end answers and has not failed."""
         failed = self._router.state == "failed"
         return json_response({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
-    async def ready(self, exchange: Exchange) -> Response:
+    async def ready(self, incoming: Incoming) -> Response:
         """GET /ready: whether new work is accepted."""
         state = self._router.state
         return json_response({"status": state}, 200 if state == "serving" else 503)
 
-    async def health_scheduler(self, exchange: Exchange) -> Response:
+    async def health_scheduler(self, incoming: Incoming) -> Response:
         """GET /health_scheduler: whether the ranks' loops move, from what they last said of themselves."""
         ranks = self._router.health()
         state = self._router.state
@@ -55,22 +55,22 @@ class Ops:
         }
         return json_response(body, 200 if ok else 503)
 
-    async def metrics(self, exchange: Exchange) -> Response:
+    async def metrics(self, incoming: Incoming) -> Response:
         """GET /metrics: the Prometheus text format."""
         if not self._config.metrics.enabled:
             raise RequestError("metrics are off (metrics.enabled)", status=404, code="metrics_disabled")
         return Response(self._registry.render(), media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self, exchange: Exchange) -> Response:
+    async def models(self, incoming: Incoming) -> Response:
         """GET /v1/models."""
         return json_response({"object": "list", "data": [self._model()]})
 
-    async def model(self, exchange: Exchange) -> Response:
+    async def model(self, incoming: Incoming) -> Response:
         """GET /v1/models/{model}."""
-        self._intake.require_model(exchange.request.path_params["model"])
+        self._intake.require_model(incoming.request.path_params["model"])
         return json_response(self._model())
 
-    async def server_info(self, exchange: Exchange) -> Response:
+    async def server_info(self, incoming: Incoming) -> Response:
         """GET /server_info: version, geometry, and every path with its state and reason."""
         ranks = [
             {

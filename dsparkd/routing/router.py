@@ -67,8 +67,8 @@ class RequestHandle:
 class Submission:
     """One API batch as its client's task sees it: admission first, then text of all its items as it comes.
 
-    buffer_bytes bounds what may wait to be received; when more comes the batch counts as overrun: its client does not
-    read.
+    buffer_bytes bounds what may come while the last text is still being written to the client; beyond it the batch
+    counts as overrun: its client does not read.
     """
 
     def __init__(self, router: Router, buffer_bytes: int) -> None:
@@ -77,6 +77,7 @@ class Submission:
         self._buffer_bytes = buffer_bytes
         self._arrived: list[tuple[int, TextDelta]] = []
         self._arrived_bytes = 0
+        self._is_writing = False
         self._failure: RequestError | None = None
         self._change = asyncio.Event()
         self._overrun = asyncio.Event()
@@ -96,6 +97,7 @@ class Submission:
 
         Raises RequestError when the server fails under the batch, after the text that came before.
         """
+        self._is_writing = False
         while not self._arrived:
             if self._failure is not None:
                 raise self._failure
@@ -104,10 +106,11 @@ class Submission:
             self._change.clear()
             await self._change.wait()
         arrived, self._arrived, self._arrived_bytes = self._arrived, [], 0
+        self._is_writing = True
         return arrived
 
     async def overrun(self) -> None:
-        """Wait until more text waits than the client may leave unread; for ever if it never does."""
+        """Wait until more text waits than the client may leave unread; for ever if it reads."""
         await self._overrun.wait()
 
     def abort(self) -> None:
@@ -118,11 +121,12 @@ class Submission:
                 self._router.abort(handle.request_id)
 
     def deliver(self, index: int, delta: TextDelta) -> None:
-        """Take one delta; for the router. A single large delta is no overrun: nobody had a chance to read it."""
-        if self._arrived_bytes > self._buffer_bytes:
-            self._overrun.set()
+        """Take one delta; for the router."""
         self._arrived.append((index, delta))
         self._arrived_bytes += _size(delta)
+        # However much comes in one turn of the loop: whoever waits for it has not had a chance to read it yet.
+        if self._is_writing and self._arrived_bytes > self._buffer_bytes:
+            self._overrun.set()
         self._change.set()
 
     def fail(self, error: RequestError) -> None:

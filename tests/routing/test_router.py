@@ -295,15 +295,19 @@ async def test_r15_an_abort_never_overtakes_its_request() -> None:
 
 
 async def test_unread_text_beyond_the_buffer_is_an_overrun() -> None:
-    """Decision 17: the client that does not read is found by what waits for it; one large delta alone is none."""
+    """Decision 17: the client that does not read is found by what comes while it is being written to; a burst that
+    nobody had a chance to read yet is none."""
     config = make_config(limits=LimitsConfig(stream_buffer_bytes=4096))
     async with started_backend(config) as backend:
         submission = await backend.router.submit(items(0, 0))
         overrun = asyncio.ensure_future(submission.overrun())
-        await backend.say(text_delta("r0", "x" * 10_000))
+        for _ in range(3):
+            await backend.say(text_delta("r0", "x" * 10_000))
+        assert await submission.receive()
+        await backend.say(text_delta("r0", "y"))
         await asyncio.sleep(0.01)
         assert not overrun.done()
-        await backend.say(text_delta("r0", "y"))
+        await backend.say(text_delta("r0", "x" * 4096))
         await asyncio.wait_for(overrun, 5)
 
 

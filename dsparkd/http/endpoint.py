@@ -1,4 +1,4 @@
-"""One HTTP exchange: request id, key, the one error-to-status table, the metric and the log line of every request."""
+"""One HTTP request from outside: request id, key, the one error-to-status table, the metric and the log line of every request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENT_LEFT_STATUS = 499  # for the log only: nobody is there to get it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 T = TypeVar("T")
-Handler = Callable[["Exchange"], Awaitable[Response]]
+Handler = Callable[["Incoming"], Awaitable[Response]]
 
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _REFUSAL_REASONS = {
@@ -63,7 +63,7 @@ def error_response(error: RequestError) -> Response:
     return json_response(error_object(error), error.status, headers)
 
 
-class Exchange:
+class Incoming:
     """A request and what its log line will say. received_ns: CLOCK_MONOTONIC."""
 
     def __init__(self, request: Request, received_ns: int) -> None:
@@ -146,65 +146,65 @@ class Endpoint:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(Request(scope, receive), self._clock())
+        incoming = Incoming(Request(scope, receive), self._clock())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                exchange.started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode())]
+                incoming.status = message["status"]
+                incoming.started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", incoming.request_id.encode())]
             await send(message)
 
         try:
             try:
-                response = await self._respond(exchange)
+                response = await self._respond(incoming)
             except RequestError as error:
-                response = self._refuse(exchange, error)
+                response = self._refuse(incoming, error)
             await response(scope, receive, send_with_id)
         except ClientLeft:
-            exchange.fields["client_left"] = True
+            incoming.fields["client_left"] = True
         except Exception:  # noqa: BLE001  a bug in one request must not end the others, nor leave this one open
-            log.get().exception("http_failed", request_id=exchange.request_id, route=self._route)
-            if not exchange.started:
+            log.get().exception("http_failed", request_id=incoming.request_id, route=self._route)
+            if not incoming.started:
                 failure = RequestError("internal error; see the server's log", status=500, code="internal_error")
                 await error_response(failure)(scope, receive, send_with_id)
         finally:
-            await exchange.close()
-            self._record(exchange)
+            await incoming.close()
+            self._record(incoming)
 
-    async def _respond(self, exchange: Exchange) -> Response:
-        exchange.read_request_id()
-        method = exchange.request.method
+    async def _respond(self, incoming: Incoming) -> Response:
+        incoming.read_request_id()
+        method = incoming.request.method
         if method not in self._methods:
             allowed = ", ".join(self._methods)
             message = f"{method} is not allowed here; use {allowed}"
             error = RequestError(message, status=405, code="method_not_allowed")
-            response = self._refuse(exchange, error)
+            response = self._refuse(incoming, error)
             response.headers["Allow"] = allowed
             return response
-        if self._keys is not None and not self._keys.accept(exchange.request.headers.get("authorization", "")):
+        if self._keys is not None and not self._keys.accept(incoming.request.headers.get("authorization", "")):
             raise RequestError(
                 "no valid API key; send one in the Authorization header as Bearer",
                 status=401,
                 code="invalid_api_key",
             )
-        return await self._handler(exchange)
+        return await self._handler(incoming)
 
-    def _refuse(self, exchange: Exchange, error: RequestError) -> Response:
-        exchange.fields["code"] = error.code
+    def _refuse(self, incoming: Incoming, error: RequestError) -> Response:
+        incoming.fields["code"] = error.code
         if error.status < 500 or error.status == 503:
             self._tally.inc(metrics.REFUSALS, _REFUSAL_REASONS.get(error.code, "invalid"))
         return error_response(error)
 
-    def _record(self, exchange: Exchange) -> None:
+    def _record(self, incoming: Incoming) -> None:
         """Count and log; a client that left counts as 4xx."""
-        self._tally.inc(metrics.HTTP_REQUESTS, self._route, f"{exchange.status // 100}xx")
+        self._tally.inc(metrics.HTTP_REQUESTS, self._route, f"{incoming.status // 100}xx")
         fields: dict[str, object] = {
-            "request_id": exchange.request_id,
+            "request_id": incoming.request_id,
             "route": self._route,
-            "status": exchange.status,
-            "duration_s": round((self._clock() - exchange.received_ns) / 1e9, 6),
-            **exchange.fields,
+            "status": incoming.status,
+            "duration_s": round((self._clock() - incoming.received_ns) / 1e9, 6),
+            **incoming.fields,
         }
         if self._quiet:
             log.get().debug("http_request", **fields)

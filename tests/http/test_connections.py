@@ -1,0 +1,245 @@
+"""What only real connections show: clients that leave, do not read or do not write, over the real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypercorn
+import hypercorn.asyncio
+import pytest
+
+from dsparkd.config import LimitsConfig
+from dsparkd.http.app import build_app
+from dsparkd.messages import Admitted, RoutedBatch, TextDelta, TokenizedRequest
+from tests.http.conftest import MODEL, say
+from tests.routing.fakes import FakeBackend, make_config, make_finish, metric, started_backend, text_delta
+
+
+@dataclass
+class Listening:
+    backend: FakeBackend
+    port: int
+
+    async def connect(self, receive_buffer: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        sock = socket.socket()
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        return await asyncio.open_connection(sock=sock, limit=4096 if receive_buffer else 1 << 20)
+
+    async def post(
+        self, body: object, path: str = "/v1/completions", receive_buffer: int | None = None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await self.connect(receive_buffer)
+        raw = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw)
+        await writer.drain()
+        return reader, writer
+
+    async def admit_all(self) -> None:
+        """Admit everything that the ranks hold by now."""
+        for rank in self.backend.ranks:
+            for request_id in rank.request_ids:
+                await rank.channel.send(Admitted(request_id, 1))
+
+    async def aborted(self, count: int) -> list[str]:
+        await self.backend.until(lambda: sum(len(rank.aborted) for rank in self.backend.ranks) >= count)
+        return sorted(request_id for rank in self.backend.ranks for request_id in rank.aborted)
+
+
+@contextlib.asynccontextmanager
+async def listening(checkpoint: Path, limits: LimitsConfig | None = None) -> AsyncIterator[Listening]:
+    config = make_config(str(checkpoint), limits=limits)
+    async with started_backend(config) as backend:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        server = hypercorn.Config()
+        server.bind = [f"fd://{listener.detach()}"]
+        server.accesslog = server.errorlog = None
+        server.graceful_timeout = 0.1
+        stop = asyncio.Event()
+        app = build_app(config, backend.router, backend.registry)
+        serving = asyncio.ensure_future(
+            hypercorn.asyncio.serve(app, server, shutdown_trigger=stop.wait, mode="asgi")  # type: ignore[arg-type]
+        )
+        try:
+            yield Listening(backend, port)
+        finally:
+            stop.set()
+            await serving
+
+
+@pytest.fixture
+async def server(checkpoint: Path) -> AsyncIterator[Listening]:
+    async with listening(checkpoint) as running:
+        yield running
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close with RST instead of FIN, as a killed client's kernel does."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def request(request_id: str, **fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": "a", "request_id": request_id, **fields}
+
+
+@pytest.mark.parametrize("end", ["fin", "rst"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("state", ["queued", "admitted", "running"])
+async def test_r15_a_client_that_leaves_is_aborted_in_every_state(
+    server: Listening, stream: bool, state: str, end: str
+) -> None:
+    """R-15: streamed or not, before admission, after it and in the middle; by FIN and by RST; its neighbour goes on."""
+    backend = server.backend
+    staying, writer = await server.post(request("stay", routed_dp_rank=0))
+    _, leaving = await server.post(request("leave", stream=stream, routed_dp_rank=0))
+    await backend.until(lambda: len(backend.ranks[0].request_ids) == 2)
+    if state != "queued":
+        await server.admit_all()
+    if state == "running":
+        await backend.say(text_delta("leave", "x", (7,)))
+        await asyncio.sleep(0.02)
+    if end == "rst":
+        reset(leaving)
+    else:
+        leaving.close()
+    assert await server.aborted(1) == ["leave"]
+    await server.admit_all()
+    await backend.say(text_delta("stay", "whole", (7,), make_finish()))
+    answer = await staying.readuntil(b"usage")
+    assert b"200" in answer.split(b"\r\n")[0]
+    assert b"whole" in answer
+    await backend.until(lambda: backend.router.outstanding() == 0)
+    writer.close()
+    assert backend.ranks[0].aborted == ["leave"]
+
+
+async def test_r15_leaving_a_batch_aborts_all_its_items_that_run(server: Listening) -> None:
+    """R-15: each unfinished item by its exact id, none twice."""
+    _, writer = await server.post(request("b", prompt=["a", "b", "c"], routed_dp_rank=1, stream=True))
+    await server.backend.until(lambda: len(server.backend.ranks[1].request_ids) == 3)
+    await server.admit_all()
+    await server.backend.say(text_delta("b-1", "x", (7,), make_finish()))
+    await asyncio.sleep(0.02)
+    writer.close()
+    assert await server.aborted(2) == ["b-0", "b-2"]
+
+
+async def test_decision_17_a_client_that_does_not_read_is_aborted_alone(checkpoint: Path) -> None:
+    """Decision 17: beyond limits.stream_buffer_bytes it is aborted; the others' streams are not touched."""
+    async with listening(checkpoint, LimitsConfig(stream_buffer_bytes=4096)) as server:
+        backend = server.backend
+        backend.script = None
+        _, stuck = await server.post(request("stuck", stream=True, routed_dp_rank=0), receive_buffer=4096)
+        reader, reads = await server.post(request("reads", stream=True, routed_dp_rank=0))
+        await backend.until(lambda: len(backend.ranks[0].request_ids) == 2)
+        await server.admit_all()
+
+        reading = asyncio.ensure_future(reader.readuntil(b"[DONE]"))
+        text = "x" * 20_000
+        for _ in range(2000):
+            await backend.say(text_delta("stuck", text, (7,)))
+            await backend.say(text_delta("reads", "y", (7,)))
+            await asyncio.sleep(0)
+            if backend.ranks[0].aborted:
+                break
+        assert backend.ranks[0].aborted == ["stuck"]
+        await backend.say(text_delta("reads", "z", (7,), make_finish()))
+        raw = await reading
+        assert raw.count(b"y") > 2
+        assert b'"finish_reason":"stop"' in raw
+        stuck.transport.abort()
+        reads.close()
+        await backend.until(lambda: metric(backend.registry, "dsparkd_http_open_streams") == 0)
+
+
+async def test_many_deltas_of_one_wake_up_leave_in_one_write(server: Listening) -> None:
+    """Many tokens a wake-up, never one message a token: 200 deltas of one frame are one chunk of the body."""
+
+    def script(item: TokenizedRequest) -> list[TextDelta]:
+        deltas = [text_delta(item.request_id, "ab", (7,)) for _ in range(200)]
+        return [*deltas, text_delta(item.request_id, "", finish=make_finish(output_tokens=200))]
+
+    server.backend.script = script
+    reader, writer = await server.post(request("many", stream=True))
+    raw = await reader.readuntil(b"[DONE]")
+    assert b"ab" * 200 in raw
+    assert raw.count(b'"text":"ab') == 1
+    writer.close()
+
+
+async def test_slow_bodies_are_408_and_closed(checkpoint: Path) -> None:
+    """limits.body_timeout_s: a client that sends a byte now and then cannot hold a connection."""
+    async with listening(checkpoint, LimitsConfig(body_timeout_s=0.2)) as server:
+        reader, writer = await server.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        raw = await asyncio.wait_for(reader.read(), 5)  # to the end: the server closes
+        assert raw.startswith(b"HTTP/1.1 408")
+        assert b"body_timeout" in raw
+        writer.close()
+        assert server.backend.router.outstanding() == 0
+
+
+async def test_huge_bodies_are_413_before_they_are_sent(checkpoint: Path) -> None:
+    """The declared length decides: the answer comes although not one byte of the body was sent."""
+    async with listening(checkpoint, LimitsConfig(max_body_bytes=1000)) as server:
+        reader, writer = await server.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
+        raw = await asyncio.wait_for(reader.read(), 5)
+        assert raw.startswith(b"HTTP/1.1 413")
+        assert b"body_too_large" in raw
+        writer.close()
+
+
+async def test_a_client_that_leaves_inside_its_body_leaves_nothing(server: Listening) -> None:
+    """Half a body, then the end: no request, no exception, and the server serves on."""
+    _, writer = await server.connect()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.02)
+    writer.close()
+    registry = server.backend.registry
+    await server.backend.until(
+        lambda: metric(registry, "dsparkd_http_requests_total", route="/v1/completions", status="4xx") == 1
+    )
+    server.backend.script = say("fine")
+    reader, writer = await server.post(request("next"))
+    assert b"fine" in await reader.readuntil(b"usage")
+    writer.close()
+
+
+async def test_a_connection_serves_one_request_after_another(server: Listening) -> None:
+    """Keep-alive: waiting for the client's end during one request must not eat the next one."""
+    server.backend.script = say("fine")
+    reader, writer = await server.connect()
+    for number in range(3):
+        raw = json.dumps(request(f"r{number}", stream=number == 1)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw)
+        answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n" if number == 1 else b"}}}"), 5)
+        assert answer.startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_r04_a_posted_batch_is_one_frame(server: Listening) -> None:
+    """R-04 from the socket on: 64 items that name one rank cross as one frame."""
+    server.backend.script = say("x")
+    reader, writer = await server.post(request("batch", prompt=["a"] * 64, routed_dp_rank=1))
+    await reader.readuntil(b"usage")
+    writer.close()
+    (frame,) = server.backend.ranks[1].batches
+    assert isinstance(frame, RoutedBatch)
+    assert [item.request_id for item in frame.requests] == [f"batch-{index}" for index in range(64)]
+    assert server.backend.ranks[0].batches == []
