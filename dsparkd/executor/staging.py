@@ -14,10 +14,9 @@ from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan
+from dsparkd.kernels.tiles import KEY_TILE, ROW_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO, KVGeometry
 from dsparkd.model.inputs import (
-    KEY_TILE,
-    ROW_TILE,
     AttentionMetadata,
     CompressedMetadata,
     ForwardInputs,

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.compressor import Compressor, gather_rows
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.indexer import Indexer
-from dsparkd.model.inputs import KEY_TILE, AttentionMetadata, CompressedMetadata, ForwardInputs
+from dsparkd.model.inputs import AttentionMetadata, CompressedMetadata, ForwardInputs
 from dsparkd.model.layers import (
     RotaryEmbedding,
     Rotation,

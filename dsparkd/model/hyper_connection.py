@@ -5,51 +5,43 @@ Letters: T tokens, S streams, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from dsparkd.kernels import hyper_connection as kernel
+from dsparkd.kernels.hyper_connection import Collapsed
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.layers import WeightSource, inverse_rms, linear, sigmoid, transposed
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """How a sublayer's output goes back: post [T, S], comb [T, S, S], float32."""
-
-    post: Tensor
-    comb: Tensor
-
-
 class HyperConnection:
-    """One sublayer's connection; `name` is the official prefix, for instance layers.0.hc_attn."""
+    """One sublayer's connection and the norm of its input.
 
-    def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
+    part is attn or ffn, the official names' word for the sublayer; prefix the layer's, for instance layers.0.
+    """
+
+    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, part: str) -> None:
         S = config.hc_mult
-        self._streams = S
-        self._iterations = config.hc_sinkhorn_iters
-        self._eps = config.hc_eps
-        self._norm_eps = config.rms_norm_eps
-        self._fn = transposed(source.float32(f"{name}_fn"))  # [S * D, (2 + S) * S]
-        self._base = source.float32(f"{name}_base")
-        pre, post, comb = source.float32(f"{name}_scale").unbind()
-        self._scale = torch.cat((pre.expand(S), post.expand(S), comb.expand(S * S)))
-
-    def collapse(self, streams: Tensor) -> tuple[Tensor, Mix]:
-        """streams [T, S, D] -> the sublayer's input [T, D] in the streams' dtype, and the way back."""
-        streams32 = streams.float()
-        flat = streams32.flatten(1)
-        raw = linear(flat, self._fn).mul_(inverse_rms(flat, self._norm_eps))
-        pre, post, comb = kernel.mixing_weights(
-            raw, self._scale, self._base, self._streams, self._iterations, self._eps
+        self._fn = transposed(source.float32(f"{prefix}.hc_{part}_fn"))  # [S * D, (2 + S) * S]
+        pre, post, comb = source.float32(f"{prefix}.hc_{part}_scale").unbind()
+        self._mixing = kernel.Mixing(
+            scale=torch.cat((pre.expand(S), post.expand(S), comb.expand(S * S))),
+            base=source.float32(f"{prefix}.hc_{part}_base"),
+            norm=source.float32(f"{prefix}.{part}_norm.weight"),
+            num_streams=S,
+            iterations=config.hc_sinkhorn_iters,
+            eps=config.hc_eps,
+            norm_eps=config.rms_norm_eps,
         )
-        return kernel.collapse(streams32, pre).to(streams.dtype), Mix(post, comb)
+        self._kernel = kernel.bind(self._fn.device, source.dtype, S)
 
-    def expand(self, output: Tensor, streams: Tensor, mix: Mix) -> Tensor:
+    def collapse(self, streams: Tensor) -> Collapsed:
+        """streams [T, S, D] -> the sublayer's normed input [T, D] in the streams' dtype, and the way back."""
+        return self._kernel.collapse(streams, linear(streams.float().flatten(1), self._fn), self._mixing)
+
+    def expand(self, output: Tensor, streams: Tensor, collapsed: Collapsed) -> Tensor:
         """output [T, D], streams [T, S, D] -> the next streams, float32 inside, one cast."""
-        return kernel.expand(output.float(), streams.float(), mix.post, mix.comb).to(streams.dtype)
+        return self._kernel.expand(output, streams, collapsed)
 
 
 class HyperHead:
@@ -68,4 +60,4 @@ class HyperHead:
         flat = streams32.flatten(1)
         raw = linear(flat, self._fn).mul_(inverse_rms(flat, self._norm_eps))
         weights = sigmoid(raw.mul_(self._scale).add_(self._base)).add_(self._eps)
-        return kernel.collapse(streams32, weights).to(streams.dtype)
+        return kernel.weighted_sum(streams32, weights).to(streams.dtype)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.inputs import KEY_TILE
 from dsparkd.model.layers import Rotation, WeightSource, linear, ordered_sum, rotate_, transposed
 
 

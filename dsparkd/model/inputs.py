@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-ROW_TILE = 16  # tokens are padded to a multiple: below 4 rows a row's bits depend on how many there are
-KEY_TILE = 64  # compressed keys are reduced in tiles of this many: then a longer neighbour changes no bits
-
 
 @dataclass(frozen=True, slots=True)
 class RingGather:

@@ -63,11 +63,6 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.neg().exp_().add_(1).reciprocal_()
 
 
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), elementwise, float32."""
-    return x / x.neg().exp_().add_(1)
-
-
 def sqrt_softplus(x: Tensor) -> Tensor:
     """sqrt(ln(1 + e^x)), elementwise, float32; linear under the root above 20, where e^x is all that counts."""
     return torch.where(x > 20, x, x.exp().log1p_()).sqrt_()

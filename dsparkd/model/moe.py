@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from dsparkd.kernels import experts as kernel
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.inputs import ROW_TILE
-from dsparkd.model.layers import WeightSource, linear, silu, sqrt_softplus, transposed
+from dsparkd.model.layers import WeightSource, linear, sqrt_softplus, transposed
 
 NUM_SHARDS = 2
 
@@ -40,78 +38,25 @@ class Experts:
     """The routed experts of one layer that one rank owns."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, rank: int) -> None:
-        self._count = config.n_routed_experts // NUM_SHARDS
-        self._first = rank * self._count
-        self._limit = config.swiglu_limit
+        count = config.n_routed_experts // NUM_SHARDS
+        ids = range(rank * count, (rank + 1) * count)
         self._top_k = config.num_experts_per_tok
         self._dtype = source.dtype
-        self.width = config.hidden_size
-        ids = range(self._first, self._first + self._count)
-        self._w13 = [transposed(source.linear(f"{prefix}.{e}.w1"), source.linear(f"{prefix}.{e}.w3")) for e in ids]
-        self._w2 = [transposed(source.linear(f"{prefix}.{e}.w2")) for e in ids]
+        self._width = config.hidden_size
+        self._kernel = kernel.bind(
+            kernel.ExpertShard(
+                first=ids.start,
+                w13=tuple(
+                    transposed(source.linear(f"{prefix}.{e}.w1"), source.linear(f"{prefix}.{e}.w3")) for e in ids
+                ),
+                w2=tuple(transposed(source.linear(f"{prefix}.{e}.w2")) for e in ids),
+                limit=config.swiglu_limit,
+            )
+        )
 
     def partial(self, rows: Tensor) -> Tensor:
         """Packed rows [R, C] of `pack` -> the sum over this shard's experts, ascending, [R, D] float32."""
-        x, weights, expert_ids = unpack(rows, self._dtype, self.width, self._top_k)
-        # The only host read of the forward pass: the experts' loads decide which products run.
-        tiles = _Tiles(expert_ids.cpu().numpy(), self._first, self._count)
-        if not tiles.num_rows:
-            return torch.zeros((rows.shape[0], self.width), dtype=torch.float32, device=rows.device)
-        device = rows.device
-        inputs = x.index_select(0, torch.from_numpy(tiles.tokens).to(device))
-        hidden = inputs.new_empty((tiles.num_rows, self._w13[0].shape[1]))
-        for expert, part in tiles.parts:
-            torch.mm(inputs[part], self._w13[expert], out=hidden[part])
-        shares = weights.reshape(-1, 1).index_select(0, torch.from_numpy(tiles.choices).to(device))
-        activated = swiglu(hidden, self._limit).mul_(shares).to(self._dtype)
-        # One row more, of zeros, stands for every choice that the other shard serves.
-        outputs = activated.new_empty((tiles.num_rows + 1, self.width))
-        outputs[-1] = 0
-        for expert, part in tiles.parts:
-            torch.mm(activated[part], self._w2[expert], out=outputs[part])
-        total: Tensor | None = None
-        for choice in torch.from_numpy(tiles.places).to(device):  # k of [R]
-            served = outputs.index_select(0, choice).float()
-            total = served if total is None else total.add_(served)
-        assert total is not None
-        return total
-
-
-class _Tiles:
-    """Which rows each expert of a shard computes, in whole row tiles. Host arrays.
-
-    num_rows: A, all tiles together. tokens [A]: row that each computes, some row for padding. choices [A]: index
-    into the flattened [R, k] weights. places [k, R]: where a row's choices lie, ascending by expert, A for none.
-    parts: expert and its slice of A.
-    """
-
-    def __init__(self, expert_ids: NDArray[np.int32], first: int, count: int) -> None:
-        num_tokens, top_k = expert_ids.shape
-        local = expert_ids.ravel() - first
-        served = np.flatnonzero((local >= 0) & (local < count))
-        served = served[np.argsort(local[served], kind="stable")]
-        expert = local[served]
-        loads = np.bincount(expert, minlength=count)
-        padded = -(-loads // ROW_TILE) * ROW_TILE
-        stops = np.cumsum(padded)
-        starts = stops - padded
-        place = np.arange(len(served)) + (starts - (np.cumsum(loads) - loads))[expert]
-        self.num_rows = int(stops[-1])
-        self.choices = np.zeros(self.num_rows, np.int64)
-        self.choices[place] = served
-        self.tokens = self.choices // top_k
-        places = np.full(num_tokens * top_k, self.num_rows, np.int64)
-        places[served] = place
-        self.places = np.ascontiguousarray(places.reshape(num_tokens, top_k).T)
-        self.parts = [(int(e), slice(int(starts[e]), int(stops[e]))) for e in np.flatnonzero(loads)]
-
-
-def swiglu(hidden: Tensor, limit: float) -> Tensor:
-    """hidden [A, 2I], gate then up -> silu(min(gate, limit)) * clamp(up), [A, I] float32."""
-    hidden32 = hidden.float()
-    width = hidden.shape[1] // 2
-    gate = hidden32[:, :width].clamp(max=limit)
-    return silu(gate).mul_(hidden32[:, width:].clamp(min=-limit, max=limit))
+        return self._kernel(*unpack(rows, self._dtype, self._width, self._top_k))
 
 
 def pack(x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -120,11 +65,12 @@ def pack(x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, dtype: torch.dtype, width: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Undo `pack`: x [R, D], weights [R, k] float32, expert_ids [R, k] int32."""
+    """Undo `pack`: x [R, D], expert_ids [R, k] int32, weights [R, k] float32, each contiguous."""
     words = rows.shape[1] - 2 * top_k
     x = rows[:, :words].contiguous().view(dtype)
     assert x.shape[1] == width
-    return x, rows[:, words : words + top_k], rows[:, words + top_k :].contiguous().view(torch.int32)
+    expert_ids = rows[:, words + top_k :].contiguous().view(torch.int32)
+    return x, expert_ids, rows[:, words : words + top_k].contiguous()
 
 
 class MoE:
@@ -150,7 +96,7 @@ class MoE:
         weights, expert_ids = self._route(x.float(), input_ids)
         expert_ids[num_tokens:] = self._num_experts  # no expert's id: padding goes nowhere
         partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, weights, expert_ids))))
-        activated = swiglu(linear(x, self._shared_w13), self._limit).to(self._dtype)
+        activated = kernel.swiglu(linear(x, self._shared_w13), self._limit).to(self._dtype)
         shared = linear(activated, self._shared_w2)
         return (partials[0] + partials[1]).add_(shared).to(x.dtype)
 

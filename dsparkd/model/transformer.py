@@ -32,26 +32,21 @@ class Block:
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, rank: int) -> None:
         prefix = f"layers.{layer}"
-        self._eps = config.rms_norm_eps
-        self._attention_connection = HyperConnection(config, source, f"{prefix}.hc_attn")
-        self._attention_norm = source.float32(f"{prefix}.attn_norm.weight")
+        self._attention_connection = HyperConnection(config, source, prefix, "attn")
         self.attention = Attention(config, source, layer)
-        self._experts_connection = HyperConnection(config, source, f"{prefix}.hc_ffn")
-        self._experts_norm = source.float32(f"{prefix}.ffn_norm.weight")
+        self._experts_connection = HyperConnection(config, source, prefix, "ffn")
         self.moe = MoE(config, source, f"{prefix}.ffn", layer < config.num_hash_layers, rank)
 
     def forward(
         self, streams: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool, exchange: ExpertExchange
     ) -> Tensor:
         """streams [T, S, D] -> the next layer's."""
-        x, mix = self._attention_connection.collapse(streams)
-        x = rms_norm(x, self._attention_norm, self._eps)
-        x = self.attention.forward(x, inputs, rotations, pool)
-        streams = self._attention_connection.expand(x, streams, mix)
-        x, mix = self._experts_connection.collapse(streams)
-        x = rms_norm(x, self._experts_norm, self._eps)
-        x = self.moe.forward(x, inputs.input_ids, inputs.num_tokens, exchange)
-        return self._experts_connection.expand(x, streams, mix)
+        collapsed = self._attention_connection.collapse(streams)
+        output = self.attention.forward(collapsed.input, inputs, rotations, pool)
+        streams = self._attention_connection.expand(output, streams, collapsed)
+        collapsed = self._experts_connection.collapse(streams)
+        output = self.moe.forward(collapsed.input, inputs.input_ids, inputs.num_tokens, exchange)
+        return self._experts_connection.expand(output, streams, collapsed)
 
 
 class Transformer:

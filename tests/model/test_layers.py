@@ -18,7 +18,6 @@ from dsparkd.model.layers import (
     rotary_frequencies,
     rotate_,
     sigmoid,
-    silu,
     sqrt_softplus,
     transposed,
 )
@@ -70,7 +69,6 @@ def test_the_inverse_rotation_undoes_it() -> None:
     ("ours", "reference"),
     [
         (sigmoid, torch.sigmoid),
-        (silu, torch.nn.functional.silu),
         (sqrt_softplus, lambda x: torch.nn.functional.softplus(x).sqrt()),
     ],
 )
@@ -101,7 +99,6 @@ def test_ordered_sum_is_the_sum(count: int) -> None:
 
 BATCH_FREE: list[Callable[[Tensor], Tensor]] = [
     sigmoid,
-    silu,
     sqrt_softplus,
     lambda x: inverse_rms(x, 1e-6),
     lambda x: rms_norm(x, torch.ones(x.shape[1]), 1e-6),

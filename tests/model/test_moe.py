@@ -159,5 +159,5 @@ def test_packed_rows_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     rows = pack(x, weights, ids)
     got = unpack(rows.clone(), dtype, 10, 3)
     assert torch.equal(got[0].view(torch.uint8), x.view(torch.uint8))
-    assert torch.equal(got[1], weights)
-    assert torch.equal(got[2].long(), ids)
+    assert torch.equal(got[1].long(), ids)
+    assert torch.equal(got[2], weights)

@@ -1,0 +1,56 @@
+"""The compiled cpu kernels; cpu.h says what each computes."""
+
+from typing import Protocol
+
+class _Pointers(Protocol):
+    def cast(self, kind: str, address: int) -> object: ...
+    def new(self, kind: str, values: list[object]) -> object: ...
+
+class _Library(Protocol):
+    def dsparkd_collapse(
+        self,
+        streams: object,
+        raw: object,
+        scale: object,
+        base: object,
+        norm: object,
+        num_tokens: int,
+        num_streams: int,
+        width: int,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+        input: object,
+        post: object,
+        comb: object,
+    ) -> None: ...
+    def dsparkd_expand(
+        self,
+        output: object,
+        streams: object,
+        post: object,
+        comb: object,
+        num_tokens: int,
+        num_streams: int,
+        width: int,
+        next: object,
+    ) -> None: ...
+    def dsparkd_experts(
+        self,
+        x: object,
+        expert_ids: object,
+        shares: object,
+        num_rows: int,
+        width: int,
+        top_k: int,
+        first: int,
+        count: int,
+        w13: object,
+        w2: object,
+        expert_width: int,
+        limit: float,
+        total: object,
+    ) -> int: ...
+
+ffi: _Pointers
+lib: _Library

@@ -1,0 +1,32 @@
+"""Builds the cpu kernels: dsparkd.kernels._cpu, from cpu.h and cpu.c. Run by setuptools, or as a program, in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+# Contraction to fused multiply-add is wanted, and the same in every loop: that is what gnu11 says.
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast"]
+
+
+def declarations() -> str:
+    """Return the header without its preprocessor lines, which cffi does not read."""
+    lines = (HERE / "cpu.h").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if not line.startswith("#"))
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(declarations())
+ffibuilder.set_source(
+    "dsparkd.kernels._cpu",
+    '#include "cpu.h"',
+    sources=["dsparkd/kernels/cpu.c"],
+    include_dirs=[str(HERE)],
+    extra_compile_args=FLAGS,
+    libraries=["m"],
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(verbose=True)

@@ -1,0 +1,160 @@
+"""One shard's routed experts for a batch of rows: torch form, and C form for the cpu in float32.
+
+A decode step gives each expert a few rows: then the time is that of reading the weights, and the C form reads them
+once, for exactly the rows there are. It serves large loads too: which form runs must not depend on the batch.
+
+Letters: R rows, k experts a row, D width, I expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsparkd.errors import FatalError
+from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.tiles import ROW_TILE
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShard:
+    """Experts first .. first + len(w13) - 1: w13[e] [D, 2I], gate columns first; w2[e] [I, D]; contiguous.
+
+    limit clamps the gate from above and the up half on both sides.
+    """
+
+    first: int
+    w13: tuple[Tensor, ...]
+    w2: tuple[Tensor, ...]
+    limit: float
+
+
+class ExpertsKernel(Protocol):
+    """What `bind` returns."""
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+        """x [R, D], expert_ids [R, k] int32 ascending in a row, shares [R, k] float32 -> [R, D] float32.
+
+        The sum, ascending by expert, of share * w2(silu(gate) * up) over the experts of the shard; others add nothing.
+        """
+
+
+def bind(shard: ExpertShard) -> ExpertsKernel:
+    """Pick the form for the shard's device and dtype, once."""
+    weight = shard.w13[0]
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return CpuExperts(shard)
+    return TorchExperts(shard)
+
+
+class CpuExperts:
+    """One C call; float32, one thread."""
+
+    def __init__(self, shard: ExpertShard) -> None:
+        self._shard = shard  # keeps the weights behind the pointers alive
+        for weight in (*shard.w13, *shard.w2):
+            assert weight.is_contiguous()
+        self._w13 = ffi.new("float *[]", [ffi.cast("float *", weight.data_ptr()) for weight in shard.w13])
+        self._w2 = ffi.new("float *[]", [ffi.cast("float *", weight.data_ptr()) for weight in shard.w2])
+        self._expert_width = shard.w2[0].shape[0]
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+        """See ExpertsKernel."""
+        R, D = x.shape
+        assert x.is_contiguous()
+        assert expert_ids.is_contiguous()
+        assert shares.is_contiguous()
+        total = torch.empty_like(x)
+        failed = lib.dsparkd_experts(
+            ffi.cast("float *", x.data_ptr()),
+            ffi.cast("int32_t *", expert_ids.data_ptr()),
+            ffi.cast("float *", shares.data_ptr()),
+            R,
+            D,
+            expert_ids.shape[1],
+            self._shard.first,
+            len(self._shard.w13),
+            self._w13,
+            self._w2,
+            self._expert_width,
+            self._shard.limit,
+            ffi.cast("float *", total.data_ptr()),
+        )
+        if failed:
+            raise FatalError("out of memory in the experts of a forward pass")
+        return total
+
+
+class TorchExperts:
+    """The reference, and the form for cuda and for bfloat16: one product an expert, over whole row tiles."""
+
+    def __init__(self, shard: ExpertShard) -> None:
+        self._shard = shard
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+        """See ExpertsKernel."""
+        shard, device = self._shard, x.device
+        # The only host read of the forward pass: the experts' loads decide which products run.
+        tiles = _Tiles(expert_ids.cpu().numpy(), shard.first, len(shard.w13))
+        if not tiles.num_rows:
+            return torch.zeros(x.shape, dtype=torch.float32, device=device)
+        inputs = x.index_select(0, torch.from_numpy(tiles.tokens).to(device))
+        hidden = inputs.new_empty((tiles.num_rows, shard.w13[0].shape[1]))
+        for expert, part in tiles.parts:
+            torch.mm(inputs[part], shard.w13[expert], out=hidden[part])
+        own_shares = shares.reshape(-1, 1).index_select(0, torch.from_numpy(tiles.choices).to(device))
+        activated = swiglu(hidden, shard.limit).mul_(own_shares).to(x.dtype)
+        # One row more, of zeros, stands for every choice that the other shard serves.
+        outputs = activated.new_empty((tiles.num_rows + 1, x.shape[1]))
+        outputs[-1] = 0
+        for expert, part in tiles.parts:
+            torch.mm(activated[part], shard.w2[expert], out=outputs[part])
+        total: Tensor | None = None
+        for choice in torch.from_numpy(tiles.places).to(device):  # k of [R]
+            served = outputs.index_select(0, choice).float()
+            total = served if total is None else total.add_(served)
+        assert total is not None
+        return total
+
+
+class _Tiles:
+    """Which rows each expert of a shard computes, in whole row tiles. Host arrays.
+
+    num_rows: A, all tiles together. tokens [A]: row that each computes, some row for padding. choices [A]: index
+    into the flattened [R, k] shares. places [k, R]: where a row's choices lie, ascending by expert, A for none.
+    parts: expert and its slice of A.
+    """
+
+    def __init__(self, expert_ids: NDArray[np.int32], first: int, count: int) -> None:
+        num_tokens, top_k = expert_ids.shape
+        local = expert_ids.ravel() - first
+        served = np.flatnonzero((local >= 0) & (local < count))
+        served = served[np.argsort(local[served], kind="stable")]
+        expert = local[served]
+        loads = np.bincount(expert, minlength=count)
+        padded = -(-loads // ROW_TILE) * ROW_TILE
+        stops = np.cumsum(padded)
+        starts = stops - padded
+        place = np.arange(len(served)) + (starts - (np.cumsum(loads) - loads))[expert]
+        self.num_rows = int(stops[-1])
+        self.choices = np.zeros(self.num_rows, np.int64)
+        self.choices[place] = served
+        self.tokens = self.choices // top_k
+        places = np.full(num_tokens * top_k, self.num_rows, np.int64)
+        places[served] = place
+        self.places = np.ascontiguousarray(places.reshape(num_tokens, top_k).T)
+        self.parts = [(int(e), slice(int(starts[e]), int(stops[e]))) for e in np.flatnonzero(loads)]
+
+
+def swiglu(hidden: Tensor, limit: float) -> Tensor:
+    """hidden [A, 2I], gate then up -> silu(min(gate, limit)) * clamp(up), [A, I] float32."""
+    hidden32 = hidden.float()
+    width = hidden.shape[1] // 2
+    gate = hidden32[:, :width].clamp(max=limit)
+    # silu, spelled with exp: torch's differs in its last bits between the body and the tail of a tensor.
+    return (gate / gate.neg().exp_().add_(1)).mul_(hidden32[:, width:].clamp(min=-limit, max=limit))

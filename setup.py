@@ -1,0 +1,5 @@
+"""Builds the C parts; everything else is in pyproject.toml."""
+
+from setuptools import setup
+
+setup(cffi_modules=["dsparkd/kernels/build.py:ffibuilder"])
