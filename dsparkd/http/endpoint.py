@@ -1,4 +1,4 @@
-"""One HTTP request from outside: request id, key, the one error-to-status table, the metric and the log line of every request."""
+"""One HTTP request from outside: its id, its key, the one error-to-status table, its metric and its log line."""
 
 from __future__ import annotations
 
