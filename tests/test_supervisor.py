@@ -27,10 +27,10 @@ QUICK: Tables = {
 }
 
 
-def fake_server(overrides: Tables = QUICK, **faults: str) -> Server:
+def fake_server(overrides: Tables = QUICK, port: int | None = None, **faults: str) -> Server:
     environment = {f"FAKE_{process.upper()}": fault for process, fault in faults.items()}
     environment["PYTHONPATH"] = str(ROOT)
-    return Server(overrides, command=FAKE_SERVER, environment=environment)
+    return Server(overrides, command=FAKE_SERVER, environment=environment, port=port)
 
 
 @pytest.fixture
@@ -283,11 +283,8 @@ def test_a_start_that_takes_too_long_is_ended() -> None:
 def test_a_restart_works_right_after_any_kind_of_end() -> None:
     """L-40: the same configuration and port, after a clean stop and after a kill, without a pause."""
     port = free_port()
-    overrides: Tables = {**QUICK, "server": {"port": port}}
     for end in ("stop", "kill parent", "kill rank", "stop"):
-        with fake_server(overrides) as server:
-            server.port = port
-            server.base_url = f"http://127.0.0.1:{port}"
+        with fake_server(port=port) as server:
             server.wait_ready(30)
             if end == "stop":
                 assert server.stop(20) == 0
@@ -309,7 +306,7 @@ def test_a_taken_port_is_a_start_failure_that_names_the_key() -> None:
 
         with pytest.raises(ConfigError, match=r"server\.port"):
             bind_listener(ServerConfig(port=port))
-        with fake_server({"server": {"port": port}}) as server:
+        with fake_server(port=port) as server:
             assert server.wait_exit(10) == 78
             assert f"server.port = {port}" in server.log_text()
             assert server.events("child_started") == []

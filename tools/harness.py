@@ -23,7 +23,7 @@ POLL_S = 0.02
 Tables = Mapping[str, Mapping[str, object]]
 
 
-class ServerFailed(Exception):
+class ServerFailed(RuntimeError):
     """The server did not do what it was asked to in time; carries the end of its log."""
 
 
@@ -73,10 +73,11 @@ class Server:
         command: Sequence[str] = (sys.executable, "-m", "dsparkd", "--config"),
         environment: Mapping[str, str] | None = None,
         base: Path = ROOT / "conf" / "dev.toml",
+        port: int | None = None,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="dsparkd-harness-")
         self.directory = Path(self._directory.name)
-        self.port = free_port()
+        self.port = port or free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         tables = tomllib.loads(base.read_text(encoding="utf-8"))
         checkpoint = (base.parent / str(tables["engine"]["checkpoint"])).resolve()
