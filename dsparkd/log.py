@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Literal, cast
 
 import orjson
@@ -68,7 +67,20 @@ def _bind_process(role: str, dp_rank: int | None) -> Processor:
 
 def _render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
     head = {name: event.pop(name) for name in ("ts", "level", "event", "role", "pid")}
-    return orjson.dumps({**head, **event}, default=str, option=orjson.OPT_NON_STR_KEYS)
+    fields = {**head, **event}
+    try:
+        return orjson.dumps(fields, default=str)
+    except TypeError:
+        # A lone surrogate or a number beyond 64 bits; a log call must not fail the work that it tells of.
+        return orjson.dumps({name: _representable(value) for name, value in fields.items()}, default=str)
+
+
+def _representable(value: object) -> object:
+    try:
+        orjson.dumps(value, default=str)
+    except TypeError:
+        return ascii(value)
+    return value
 
 
 def _render_console(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
@@ -101,6 +113,8 @@ class _LibraryHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log one record under its own level."""
-        logger = get()
-        write: Callable[..., object] = logger.error if record.levelno >= logging.ERROR else logger.warning
-        write("library_message", library=record.name, message=record.getMessage(), exc_info=record.exc_info)
+        fields = {"library": record.name, "message": record.getMessage(), "exc_info": record.exc_info}
+        if record.levelno >= logging.ERROR:
+            get().error("library_message", **fields)
+        else:
+            get().warning("library_message", **fields)

@@ -291,8 +291,10 @@ class Supervisor:
             code = EXIT_OK
         except (StartError, FatalError) as error:
             code = error.exit_code
-            event = "server_failed" if self._serving else "start_failed"
-            log.error(event, error=str(error), exit_code=code)
+            if self._serving:
+                log.error("server_failed", error=str(error), exit_code=code)
+            else:
+                log.error("start_failed", error=str(error), exit_code=code)
             await self._abandon(router, str(error))
         await self._watch.end_all(0)
         self._http_stop.set()

@@ -70,11 +70,13 @@ def run_line(line: Line, scenario: Scenario, overrides: Tables, port: int | None
 
 
 def unexpected_log(server: Server, line: Line) -> list[str]:
-    """An orderly stop logs no error; a failure logs exactly one, from the parent."""
+    """An orderly stop logs no error; after a failure the parent names its cause exactly once."""
     errors = [f"{fields['role']} {fields['event']}" for fields in server.events() if fields.get("level") == "error"]
-    if line.expected_exit in (0, -signal.SIGKILL):
-        return [f"error line: {error}" for error in errors if line.expected_exit == 0]
-    return [] if errors == ["parent server_failed"] else [f"error lines: {errors}"]
+    if line.expected_exit == 0:
+        return [f"error line: {error}" for error in errors]
+    parents = [error for error in errors if error.startswith("parent ")]
+    expected = [] if line.expected_exit < 0 else ["parent server_failed"]
+    return [] if parents == expected else [f"the parent's error lines: {parents}"]
 
 
 def end_by(server: Server, line: Line, number: int) -> None:
