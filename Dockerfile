@@ -6,6 +6,11 @@ FROM python:3.12-slim
 
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1
 
+# For the C parts at build time, and for Triton, which compiles its launchers, at run time.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 RUN useradd --system --uid 10001 --create-home --home-dir /var/cache/dsparkd dsparkd \
     && mkdir -p /etc/dsparkd /var/lib/dsparkd \
     && chown dsparkd:dsparkd /var/lib/dsparkd
@@ -15,7 +20,7 @@ WORKDIR /opt/dsparkd
 # The large layer first: it changes only with torch.
 RUN python -m pip install --quiet torch==2.13.0
 
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY dsparkd ./dsparkd
 COPY conf ./conf
 RUN python -m pip install --quiet .

@@ -26,7 +26,10 @@ check: venv  ## lint, types, import rules, documents against code
 
 venv: $(INSTALLED)  ## build .venv and install everything into it
 
-$(INSTALLED): pyproject.toml $(wildcard setup.py dsparkd/native/*.c dsparkd/native/*.h dsparkd/native/build.py)
+# Generated C begins with an underscore.
+C_SOURCES := $(filter-out dsparkd/kernels/_%,$(wildcard dsparkd/kernels/*.[ch])) dsparkd/kernels/build.py
+
+$(INSTALLED): pyproject.toml setup.py $(C_SOURCES)
 	@test -n "$(PYTHON)" || { echo "dsparkd needs Python 3.11 or 3.12 (make PYTHON=/path/to/python)" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	@# torch first and alone: its wheel decides between CPU and CUDA, and pip must not choose another one later.
