@@ -36,6 +36,7 @@ _REFUSAL_REASONS = {
     "dp_rank_unavailable": "dead_rank",
     "duplicate_request_id": "duplicate",
     "draining": "draining",
+    "shutting_down": "draining",
     "invalid_api_key": "unauthorized",
 }
 
