@@ -58,7 +58,7 @@ def main(config: Config, wiring: DetokenizerWiring) -> int:
         log.info("detokenizer_ready", vocab_size=tokenizer.vocab_size)
         return Loop(Detokenizer(tokenizer), parent, wiring.ranks).run()
     except StartError as error:
-        log.error("detokenizer_start_failed", error=str(error))
+        log.warning("detokenizer_start_failed", error=str(error))
         _tell_start_failed(parent, error)
         return error.exit_code
     except FatalError as error:

@@ -71,7 +71,7 @@ def main(config: Config, wiring: RankWiring) -> int:
         rank.serve()
         return rank.leave()
     except StartError as error:
-        log.error("rank_start_failed", error=str(error))
+        log.warning("rank_start_failed", error=str(error))
         rank.tell_start_failed(error)
         return error.exit_code
     except FatalError as error:

@@ -85,6 +85,9 @@ class Server:
             "server": {"port": self.port, "host": "127.0.0.1"},
             "engine": {"checkpoint": str(checkpoint), "crash_dir": str(self.directory / "crash")},
             "log": {"format": "json"},
+            # Machines that run tests are slow and shared: what is tested there is not how fast a tick is.
+            "health": {"max_age_s": 300.0},
+            "exchange": {"timeout_s": 120.0},
         }
         self.config_file = self.directory / "config.toml"
         self.config_file.write_text(to_toml(merge(merge(tables, own), overrides or {})), encoding="utf-8")

@@ -1,0 +1,67 @@
+"""The real server's end under load, with what it must not leave behind; `tools.gates stop` does more of the same."""
+
+import signal
+
+import pytest
+
+from tools.gates import stop
+from tools.gates.stop import Line, Scenario
+from tools.harness import Tables, ensure_checkpoint, free_port
+
+STREAMS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoint() -> None:
+    ensure_checkpoint()
+
+
+def play(line: Line, scenario: Scenario, overrides: Tables | None = None) -> None:
+    stop.run_line(line, scenario, overrides or {})
+
+    assert (line.exit_code, line.left, line.faults) == (line.expected_exit, [], [])
+
+
+def test_streams_drain_before_the_stop() -> None:
+    """L-33, L-35: every stream ends with its last token; exit 0, no error line, nothing left."""
+    play(Line("drain", 0, 60), stop.under_streams(STREAMS, 32, {"length"}))
+
+
+def test_streams_that_do_not_drain_are_aborted() -> None:
+    """L-33, R34: after the drain's time the rest ends with finish reason abort."""
+    play(
+        Line("cut", 0, 60),
+        stop.under_streams(STREAMS, stop.ENDLESS_TOKENS, {"abort"}),
+        {"shutdown": {"drain_timeout_s": 0.5}},
+    )
+
+
+def test_a_second_signal_ends_the_drain() -> None:
+    """L-34: far before drain_timeout_s."""
+    play(Line("twice", 0, 60), stop.twice(STREAMS))
+
+
+@pytest.mark.parametrize("stage", ["groups", "weights", "warm_up"])
+def test_a_stop_while_starting_is_an_orderly_end(stage: str) -> None:
+    """L-40, R34: whatever the ranks are doing."""
+    play(Line(stage, 0, 60), stop.while_starting("start_progress", stage))
+
+
+@pytest.mark.parametrize("victim", stop.CHILDREN)
+def test_a_killed_child_ends_the_server_with_an_error_for_each_client(victim: str) -> None:
+    """L-38, X-21: no stream breaks off without a word, exit 70, and the rest is gone."""
+    play(Line(victim, 70, 60), stop.kill_child(victim, STREAMS))
+
+
+def test_a_killed_parent_takes_its_children_along() -> None:
+    """L-39: under load, nothing is left."""
+    play(Line("parent", -signal.SIGKILL, 60), stop.kill_parent(STREAMS))
+
+
+def test_kill_and_restart_on_one_port() -> None:
+    """L-40: a restart right after a kill works on the same configuration."""
+    port = free_port()
+    for victim in ("parent", "rank 1", "detokenizer"):
+        expected = -signal.SIGKILL if victim == "parent" else 70
+        line = stop.run_line(Line(victim, expected, 60), stop.kill_any(victim), {}, port)
+        assert (line.exit_code, line.left, line.faults) == (expected, [], [])
