@@ -7,6 +7,7 @@ class _Pointers(Protocol):
     def new(self, kind: str, values: list[object]) -> object: ...
 
 class _Library(Protocol):
+    def dsparkd_multiply(self, x: object, w: object, num_rows: int, inner: int, outer: int, out: object) -> None: ...
     def dsparkd_collapse(
         self,
         streams: object,

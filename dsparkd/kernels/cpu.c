@@ -15,9 +15,11 @@
 #define LANES 16
 #define TILE_VECTORS 4
 #define TILE_ROWS 4
-#define BATCH_ROWS 32
+#define HALF 8
+#define BATCH_ROWS 64
 
 typedef float lanes_t __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+typedef float half_t __attribute__((vector_size(HALF * sizeof(float)), aligned(sizeof(float))));
 
 /* e^x to about 2 ulp; inputs below the range give the smallest normal number, above it the largest power. */
 INLINE float exponential(float x)
@@ -143,7 +145,7 @@ DISPATCHED void dsparkd_expand(const float *output, const float *streams, const 
     }
 }
 
-/* out[r] = x[r] w for `rows` rows and `vectors` * LANES columns, both compile-time constants where this is inlined.
+/* out[r] = x[r] w for `rows` rows and `vectors` vectors of columns, both compile-time constants where this is inlined.
  * Each element is one chain of multiply-adds over ascending k, however many rows go together. */
 INLINE void multiply_tile(const float *const *x, const float *w, size_t inner, size_t stride, float *const *out,
                           size_t column, size_t rows, size_t vectors)
@@ -165,16 +167,53 @@ INLINE void multiply_tile(const float *const *x, const float *w, size_t inner, s
             *(lanes_t *)(out[r] + column + v * LANES) = sums[r][v];
 }
 
-INLINE void multiply_rows(const float *const *x, const float *w, size_t inner, size_t outer, float *const *out,
-                          size_t rows)
+/* The same for HALF columns. */
+INLINE void multiply_half(const float *const *x, const float *w, size_t inner, size_t stride, float *const *out,
+                          size_t column, size_t rows)
+{
+    half_t sums[TILE_ROWS];
+    for (size_t r = 0; r < rows; r++)
+        sums[r] = (half_t){0};
+    for (size_t k = 0; k < inner; k++) {
+        half_t weights = *(const half_t *)(w + k * stride + column);
+        for (size_t r = 0; r < rows; r++)
+            sums[r] += x[r][k] * weights;
+    }
+    for (size_t r = 0; r < rows; r++)
+        *(half_t *)(out[r] + column) = sums[r];
+}
+
+/* All rows of one strip of columns, which then stays in the cache; width is a constant. */
+INLINE void multiply_strip(const float *const *x, const float *w, size_t inner, size_t stride, float *const *out,
+                           size_t column, size_t num_rows, size_t vectors)
+{
+    size_t r = 0;
+    for (; r + TILE_ROWS <= num_rows; r += TILE_ROWS)
+        multiply_tile(x + r, w, inner, stride, out + r, column, TILE_ROWS, vectors);
+    for (; r + 2 <= num_rows; r += 2)
+        multiply_tile(x + r, w, inner, stride, out + r, column, 2, vectors);
+    for (; r < num_rows; r++)
+        multiply_tile(x + r, w, inner, stride, out + r, column, 1, vectors);
+}
+
+/* out[r] [outer] = x[r] [inner] times w [inner, outer]. */
+DISPATCHED static void multiply(const float *const *x, const float *w, size_t inner, size_t outer, float *const *out,
+                                size_t num_rows)
 {
     size_t column = 0;
     for (; column + TILE_VECTORS * LANES <= outer; column += TILE_VECTORS * LANES)
-        multiply_tile(x, w, inner, outer, out, column, rows, TILE_VECTORS);
+        multiply_strip(x, w, inner, outer, out, column, num_rows, TILE_VECTORS);
     for (; column + LANES <= outer; column += LANES)
-        multiply_tile(x, w, inner, outer, out, column, rows, 1);
+        multiply_strip(x, w, inner, outer, out, column, num_rows, 1);
+    for (; column + HALF <= outer; column += HALF) {
+        size_t r = 0;
+        for (; r + TILE_ROWS <= num_rows; r += TILE_ROWS)
+            multiply_half(x + r, w, inner, outer, out + r, column, TILE_ROWS);
+        for (; r < num_rows; r++)
+            multiply_half(x + r, w, inner, outer, out + r, column, 1);
+    }
     for (; column < outer; column++)
-        for (size_t r = 0; r < rows; r++) {
+        for (size_t r = 0; r < num_rows; r++) {
             float sum = 0;
             for (size_t k = 0; k < inner; k++)
                 sum += x[r][k] * w[k * outer + column];
@@ -182,25 +221,17 @@ INLINE void multiply_rows(const float *const *x, const float *w, size_t inner, s
         }
 }
 
-/* out[r] [outer] = x[r] [inner] times w [inner, outer]. */
-DISPATCHED static void multiply(const float *const *x, const float *w, size_t inner, size_t outer, float *const *out,
-                                size_t num_rows)
+void dsparkd_multiply(const float *x, const float *w, size_t num_rows, size_t inner, size_t outer, float *out)
 {
-    size_t r = 0;
-    for (; r + TILE_ROWS <= num_rows; r += TILE_ROWS)
-        multiply_rows(x + r, w, inner, outer, out + r, TILE_ROWS);
-    switch (num_rows - r) {
-    case 3:
-        multiply_rows(x + r, w, inner, outer, out + r, 3);
-        break;
-    case 2:
-        multiply_rows(x + r, w, inner, outer, out + r, 2);
-        break;
-    case 1:
-        multiply_rows(x + r, w, inner, outer, out + r, 1);
-        break;
-    default:
-        break;
+    const float *inputs[BATCH_ROWS];
+    float *outputs[BATCH_ROWS];
+    for (size_t first = 0; first < num_rows; first += BATCH_ROWS) {
+        size_t rows = num_rows - first < BATCH_ROWS ? num_rows - first : BATCH_ROWS;
+        for (size_t r = 0; r < rows; r++) {
+            inputs[r] = x + (first + r) * inner;
+            outputs[r] = out + (first + r) * outer;
+        }
+        multiply(inputs, w, inner, outer, outputs, rows);
     }
 }
 

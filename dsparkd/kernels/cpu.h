@@ -10,6 +10,9 @@
 /* Most residual streams that dsparkd_collapse takes. */
 #define DSPARKD_MAX_STREAMS 8
 
+/* out [M, N] = x [M, K] times w [K, N]. */
+void dsparkd_multiply(const float *x, const float *w, size_t num_rows, size_t inner, size_t outer, float *out);
+
 /* Hyper-connection before a sublayer, with the sublayer's RMSNorm behind it.
  * streams [T, S, D], raw [T, (2 + S) * S] = flattened streams times the mixing matrix, not yet normed,
  * scale and base [(2 + S) * S], norm [D]. Writes input [T, D], post [T, S], comb [T, S, S]. */

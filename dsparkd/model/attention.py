@@ -22,14 +22,13 @@ from dsparkd.model.config import ModelConfig
 from dsparkd.model.indexer import Indexer
 from dsparkd.model.inputs import AttentionMetadata, CompressedMetadata, ForwardInputs
 from dsparkd.model.layers import (
+    Linear,
     RotaryEmbedding,
     Rotation,
     WeightSource,
     inverse_rms,
-    linear,
     rms_norm,
     rotate_,
-    transposed,
 )
 
 
@@ -62,9 +61,9 @@ class Attention:
         self._groups = config.o_groups
         self._eps = config.rms_norm_eps
         self._q_rank = config.q_lora_rank
-        self._w_in = transposed(source.linear(f"{name}.wq_a"), source.linear(f"{name}.wkv"))
+        self._w_in = Linear(source.linear(f"{name}.wq_a"), source.linear(f"{name}.wkv"))
         self._q_norm = source.float32(f"{name}.q_norm.weight")
-        self._wq_b = transposed(source.linear(f"{name}.wq_b"))
+        self._wq_b = Linear(source.linear(f"{name}.wq_b"))
         kv_norm = source.float32(f"{name}.kv_norm.weight")
         # Queries have no norm weight; theirs carries the softmax scale instead. [H + 1, d]
         scale = torch.full_like(kv_norm, self._width**-0.5)
@@ -72,13 +71,13 @@ class Attention:
         self._sink = source.float32(f"{name}.attn_sink")[None, :, None]
         wo_a = source.linear(f"{name}.wo_a").view(self._groups, config.o_lora_rank, -1)  # [G, o_lora, H / G * d]
         self._wo_a = wo_a.transpose(1, 2).contiguous()
-        self._wo_b = transposed(source.linear(f"{name}.wo_b"))
+        self._wo_b = Linear(source.linear(f"{name}.wo_b"))
         self._compressor = Compressor(config, source, name, self.ratio) if self.ratio else None
         self._indexer = Indexer(config, source, f"{name}.indexer") if self.ratio == CSA_RATIO else None
 
     def forward(self, x: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool) -> Tensor:
         """x [T, D], normed -> [T, D]; stores the chunk's state into the pool."""
-        low = linear(x, self._w_in)
+        low = self._w_in(x)
         residual = rms_norm(low[:, : self._q_rank], self._q_norm, self._eps)
         heads = self._heads_of(residual, low[:, self._q_rank :], rotations.forward)  # [T, H + 1, d]
         query, keys = heads[:, : self._heads], heads[:, self._heads].contiguous()
@@ -88,11 +87,11 @@ class Attention:
         output = self._attend(query, keys, entries, inputs.attention, pool)
         rotate_(output, rotations.inverse)
         grouped = output.view(x.shape[0], self._groups, -1).transpose(0, 1)  # [G, T, H / G * d]
-        return linear(torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1), self._wo_b)
+        return self._wo_b(torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1))
 
     def _heads_of(self, residual: Tensor, latent: Tensor, rotation: Rotation) -> Tensor:
         """Queries and, as one more head, the window key: normed, scaled, rotated. [T, H + 1, d]"""
-        query = linear(residual, self._wq_b)
+        query = self._wq_b(residual)
         heads = torch.cat((query, latent), 1).view(-1, self._heads + 1, self._width)
         heads32 = heads.float()
         heads32 = heads32 * inverse_rms(heads32, self._eps)

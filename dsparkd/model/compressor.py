@@ -15,7 +15,7 @@ from torch import Tensor
 from dsparkd.kv.geometry import CSA_RATIO
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.inputs import CompressedMetadata, RingGather
-from dsparkd.model.layers import RotaryEmbedding, WeightSource, linear, ordered_sum, rms_norm, rotate_, transposed
+from dsparkd.model.layers import Linear, RotaryEmbedding, WeightSource, ordered_sum, rms_norm, rotate_
 
 
 def gather_rows(ring: Tensor, chunk: Tensor, gather: RingGather) -> Tensor:
@@ -47,14 +47,14 @@ class Compressor:
             [source.float32(f"{part}.{suffix}") for part in names] for suffix in ("wkv.weight", "wgate.weight", "ape")
         )
         # [values | gates], each [A main, A index, B main, B index] (CSA) or [main] (HCA)
-        self._weight = transposed(
+        self._project = Linear(
             *(part.chunk(halves)[half] for group in (values, gates) for half in range(halves) for part in group)
         )
         self._ape = torch.cat([part.chunk(halves, 1)[half] for half in range(halves) for part in apes], 1)
 
     def project(self, x32: Tensor, positions: Tensor) -> Tensor:
         """x32 [T, D] float32 -> rows [T, 2 * halves * c]: values, and gates with the bias of the token's offset."""
-        rows = linear(x32, self._weight)
+        rows = self._project(x32)
         gates = rows[:, rows.shape[1] // 2 :]
         gates += self._ape.index_select(0, positions % self._ratio)
         return rows

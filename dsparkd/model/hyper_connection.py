@@ -11,7 +11,7 @@ from torch import Tensor
 from dsparkd.kernels import hyper_connection as kernel
 from dsparkd.kernels.hyper_connection import Collapsed
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import WeightSource, inverse_rms, linear, sigmoid, transposed
+from dsparkd.model.layers import Linear, WeightSource, inverse_rms, sigmoid
 
 
 class HyperConnection:
@@ -22,7 +22,7 @@ class HyperConnection:
 
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, part: str) -> None:
         S = config.hc_mult
-        self._fn = transposed(source.float32(f"{prefix}.hc_{part}_fn"))  # [S * D, (2 + S) * S]
+        self._project = Linear(source.float32(f"{prefix}.hc_{part}_fn"))  # S * D -> (2 + S) * S
         pre, post, comb = source.float32(f"{prefix}.hc_{part}_scale").unbind()
         self._mixing = kernel.Mixing(
             scale=torch.cat((pre.expand(S), post.expand(S), comb.expand(S * S))),
@@ -33,11 +33,11 @@ class HyperConnection:
             eps=config.hc_eps,
             norm_eps=config.rms_norm_eps,
         )
-        self._kernel = kernel.bind(self._fn.device, source.dtype, S)
+        self._kernel = kernel.bind(self._project.device, source.dtype, S)
 
     def collapse(self, streams: Tensor) -> Collapsed:
         """streams [T, S, D] -> the sublayer's normed input [T, D] in the streams' dtype, and the way back."""
-        return self._kernel.collapse(streams, linear(streams.float().flatten(1), self._fn), self._mixing)
+        return self._kernel.collapse(streams, self._project(streams.float().flatten(1)), self._mixing)
 
     def expand(self, output: Tensor, streams: Tensor, collapsed: Collapsed) -> Tensor:
         """output [T, D], streams [T, S, D] -> the next streams, float32 inside, one cast."""
@@ -50,7 +50,7 @@ class HyperHead:
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str) -> None:
         self._eps = config.hc_eps
         self._norm_eps = config.rms_norm_eps
-        self._fn = transposed(source.float32(f"{prefix}hc_head_fn"))  # [S * D, S]
+        self._project = Linear(source.float32(f"{prefix}hc_head_fn"))  # S * D -> S
         self._base = source.float32(f"{prefix}hc_head_base")
         self._scale = source.float32(f"{prefix}hc_head_scale")
 
@@ -58,6 +58,6 @@ class HyperHead:
         """streams [L, S, D] -> [L, D] in the streams' dtype; L is a multiple of ROW_TILE."""
         streams32 = streams.float()
         flat = streams32.flatten(1)
-        raw = linear(flat, self._fn).mul_(inverse_rms(flat, self._norm_eps))
+        raw = self._project(flat).mul_(inverse_rms(flat, self._norm_eps))
         weights = sigmoid(raw.mul_(self._scale).add_(self._base)).add_(self._eps)
         return kernel.weighted_sum(streams32, weights).to(streams.dtype)

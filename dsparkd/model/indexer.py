@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import Rotation, WeightSource, linear, ordered_sum, rotate_, transposed
+from dsparkd.model.layers import Linear, Rotation, WeightSource, ordered_sum, rotate_
 
 
 class Indexer:
@@ -19,14 +19,14 @@ class Indexer:
     def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
         self.topk = config.index_topk
         self._heads = config.index_n_heads
-        self._wq_b = transposed(source.linear(f"{name}.wq_b"))
+        self._wq_b = Linear(source.linear(f"{name}.wq_b"))
         scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-        self._head_weights = transposed(source.float32(f"{name}.weights_proj.weight") * scale)
+        self._head_weights = Linear(source.float32(f"{name}.weights_proj.weight") * scale)
 
     def query(self, residual: Tensor, x32: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """residual [T, q_lora], x32 [T, D] float32 -> float32 queries [T, h, i] and head weights [T, h]."""
-        query = linear(residual, self._wq_b).view(residual.shape[0], self._heads, -1)
-        return rotate_(query, rotation).float(), linear(x32, self._head_weights)
+        query = self._wq_b(residual).view(residual.shape[0], self._heads, -1)
+        return rotate_(query, rotation).float(), self._head_weights(x32)
 
     def select(
         self, query: Tensor, weights: Tensor, keys: Tensor, slots: Tensor, hidden: Tensor

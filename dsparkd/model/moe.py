@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsparkd.kernels import experts as kernel
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import WeightSource, linear, sqrt_softplus, transposed
+from dsparkd.model.layers import Linear, WeightSource, sqrt_softplus, transposed
 
 NUM_SHARDS = 2
 
@@ -83,12 +83,12 @@ class MoE:
         self._limit = config.swiglu_limit
         self._dtype = source.dtype
         self._packed_width = config.hidden_size * source.dtype.itemsize // 4 + 2 * self._top_k
-        self._gate = transposed(source.float32(f"{name}.gate.weight"))
+        self._gate = Linear(source.float32(f"{name}.gate.weight"))
         self._table = source.integer(f"{name}.gate.tid2eid") if hashed else None
         self._bias = None if hashed else source.float32(f"{name}.gate.bias")
         shared = f"{name}.shared_experts"
-        self._shared_w13 = transposed(source.linear(f"{shared}.w1"), source.linear(f"{shared}.w3"))
-        self._shared_w2 = transposed(source.linear(f"{shared}.w2"))
+        self._shared_w13 = Linear(source.linear(f"{shared}.w1"), source.linear(f"{shared}.w3"))
+        self._shared_w2 = Linear(source.linear(f"{shared}.w2"))
         self.experts = Experts(config, source, f"{name}.experts", rank)
 
     def forward(self, x: Tensor, input_ids: Tensor, num_tokens: int, exchange: ExpertExchange) -> Tensor:
@@ -96,8 +96,8 @@ class MoE:
         weights, expert_ids = self._route(x.float(), input_ids)
         expert_ids[num_tokens:] = self._num_experts  # no expert's id: padding goes nowhere
         partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, weights, expert_ids))))
-        activated = kernel.swiglu(linear(x, self._shared_w13), self._limit).to(self._dtype)
-        shared = linear(activated, self._shared_w2)
+        activated = kernel.swiglu(self._shared_w13(x), self._limit).to(self._dtype)
+        shared = self._shared_w2(activated)
         return (partials[0] + partials[1]).add_(shared).to(x.dtype)
 
     def assist(self, exchange: ExpertExchange, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class MoE:
 
     def _route(self, x32: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, k] float32 and expert ids [T, k] int64, ascending by expert."""
-        scores = sqrt_softplus(linear(x32, self._gate))
+        scores = sqrt_softplus(self._gate(x32))
         if self._table is not None:
             chosen = self._table.index_select(0, input_ids)
         else:

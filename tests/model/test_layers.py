@@ -10,16 +10,15 @@ from torch import Tensor
 
 from dsparkd.model.config import YarnScaling
 from dsparkd.model.layers import (
+    Linear,
     RotaryEmbedding,
     inverse_rms,
-    linear,
     ordered_sum,
     rms_norm,
     rotary_frequencies,
     rotate_,
     sigmoid,
     sqrt_softplus,
-    transposed,
 )
 
 CPU = torch.device("cpu")
@@ -117,10 +116,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch(function: Callable[[Tensor], Ten
         assert torch.equal(torch.cat([function(part) for part in x.split(size)]), whole)
 
 
-@pytest.mark.parametrize(("inner", "outer"), [(256, 344), (128, 1024), (96, 40), (40, 512)])
-def test_a_linears_bits_do_not_depend_on_the_number_of_row_tiles(inner: int, outer: int) -> None:
-    """Decision 8: rows are padded to sixteen, and from there on more rows change nothing."""
-    x, operand = noise(160, inner), transposed(noise(outer, inner, seed=1))
-    whole = linear(x, operand)
-    for size in (16, 32, 48, 80):
-        assert torch.equal(torch.cat([linear(part, operand) for part in x.split(size)]), whole)
+def test_a_linear_stacks_its_weights() -> None:
+    """One product gives the outputs of several weights side by side."""
+    first, second, x = noise(24, 40), noise(8, 40, seed=1), noise(16, 40, seed=2)
+    assert torch.allclose(Linear(first, second)(x), torch.cat((x @ first.t(), x @ second.t()), 1), atol=1e-5)
