@@ -281,10 +281,12 @@ class Supervisor:
         routing = group.create_task(self._run_router(router))
         http: asyncio.Task[None] | None = None
         try:
+            # Before the wait, which may be long: the application reads files that may be wrong.
+            app = self._build_app(self._config, router, self._registry)
             await self._start(group, router)
             if self._stop_signals == 0:
                 server = self._listen()
-                http = group.create_task(self._serve_http(router, server))
+                http = group.create_task(self._serve_http(app, server))
                 self._announce()
                 await self._until(lambda: self._stop_signals > 0, None)
                 await self._stop(group, router)
@@ -394,10 +396,9 @@ class Supervisor:
         server.graceful_timeout = HTTP_GRACE_S
         return server
 
-    async def _serve_http(self, router: Router, server: hypercorn.Config) -> None:
+    async def _serve_http(self, app: Starlette, server: hypercorn.Config) -> None:
         import hypercorn.asyncio
 
-        app = self._build_app(self._config, router, self._registry)
         # Starlette's and hypercorn's types of one ASGI callable differ in name only.
         await hypercorn.asyncio.serve(
             cast("ASGIFramework", app), server, shutdown_trigger=self._http_stop.wait, mode="asgi"

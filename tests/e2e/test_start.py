@@ -161,6 +161,20 @@ def test_a_wrong_key_is_refused_before_anything_is_forked(checkpoint: Path, over
         assert server.children() == {}
 
 
+@pytest.mark.parametrize("fault", ["missing", "readable by others"])
+def test_a_key_file_that_cannot_be_trusted_is_refused(checkpoint: Path, tmp_path: Path, fault: str) -> None:
+    """C-01: server.api_keys_file must be readable, and by its owner alone; exit 78 and one error line."""
+    keys = tmp_path / "keys"
+    if fault != "missing":
+        keys.write_text("secret\n", encoding="utf-8")
+        keys.chmod(0o644)
+    with Server({"server": {"api_keys_file": str(keys)}}) as server:
+        assert server.wait_exit(20) == 78
+
+        (error,) = [fields for fields in server.events() if fields["level"] == "error"]
+        assert "server.api_keys_file" in str(error["error"])
+
+
 def test_a_taken_port_is_refused(checkpoint: Path) -> None:
     """L-40: another server's port; it keeps it."""
     with socket.create_server(("127.0.0.1", 0)) as taken, Server(port=taken.getsockname()[1]) as server:
