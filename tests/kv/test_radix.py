@@ -169,6 +169,21 @@ def test_pages_of_a_running_chain_are_not_evicted() -> None:
     assert not set(taken) & set(found.pages)
 
 
+def test_eviction_passes_over_a_prefix_that_runs() -> None:
+    """Its pages would not come free, so dropping its snapshot would only lose the prefix."""
+    cache = Cache(num_pages=5)
+    cache.put(ids(1, 2))
+    cache.put(ids(3, 4))
+    found = cache.tree.match([*ids(1, 2), 0])
+    assert found is not None
+    cache.pages.retain(found.pages)
+    cache.hit(ids(3, 4))  # the running one is the least recently used
+
+    assert cache.tree.allocate_pages(1) is not None
+
+    assert cache.hit(ids(1, 2)) == 2 * PAGE
+
+
 def test_a_locked_snapshot_is_not_evicted() -> None:
     """Between match and step a slot is still to be filled from it."""
     cache = Cache(num_snapshots=1)

@@ -181,11 +181,12 @@ def test_a_parked_rank_beats_and_uses_no_core(pair, runner):
 
 def test_metrics_are_flushed_when_a_rank_parks(pair, runner):
     """M-03: the last window before a park is not lost until the next event."""
-    runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
-    runner.wait_for(lambda: all(rank.frames for rank in pair.ranks))
-    frame = pair.ranks[0].frames[-1]
+    key = "dsparkd_parks_total\x000"
+    runner.wait_for(lambda: any(frame.values.get(key) for frame in pair.ranks[0].frames))
+    frame = next(frame for frame in pair.ranks[0].frames if frame.values.get(key))
     assert frame.values["dsparkd_exchange_calls_total\x000\x00plan"] == pair.ranks[0].exchange.sequence(Channel.PLAN)
-    assert frame.values["dsparkd_parks_total\x000"] == 1
+    first_beat = next(snapshot for snapshot in pair.ranks[0].snapshots if snapshot.parked)
+    assert first_beat.tick == frame.values["dsparkd_exchange_sequence\x000\x00plan"]
     runner.stop()
 
 

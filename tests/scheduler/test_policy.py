@@ -184,6 +184,17 @@ def test_under_pressure_the_youngest_pays_and_resumes_first(lab):
         assert order[0] == "r0"
 
 
+def test_cached_tokens_are_those_of_the_first_admission(lab):
+    """R36: what a retract makes cheap to repeat was computed once, so it is no saving of the client's."""
+    with contextlib.closing(lab.Pair(lab.Sizes(num_pages=17, max_rows=2))) as pair:
+        rank = pair.ranks[0]
+        rank.submit(*[lab.request(f"r{item}", 10, max_tokens=40, ignore_eos=True) for item in range(2)])
+        pair.drain()
+        assert rank.value("dsparkd_retractions_total") > 0
+        assert any(start.position for plan in rank.device.plans for start in plan.slot_starts), "it resumed"
+        assert [rank.deltas[name][-1].finish.cached_tokens for name in ("r0", "r1")] == [0, 0]
+
+
 def test_a_retracted_request_goes_before_new_ones(lab):
     """It was promised progress already; R-05's order is that of arrival."""
     with contextlib.closing(lab.Pair(lab.Sizes(num_pages=17, max_rows=2))) as pair:
