@@ -7,6 +7,7 @@ the oldest: a waiting request starts only with all its pages, and a running one 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from dsparkd.errors import InvariantError
@@ -105,7 +106,9 @@ class Planner:
 
     def _chunk_rows(self) -> tuple[PlanRow, ...]:
         """Fill the prefill budget from running prefills, then from waiting requests, in order."""
-        candidates = [*self._queue.running(State.PREFILL), *self._queue.waiting()]
+        # One more than can start: thousands may wait, and all that matters of them here is that somebody does.
+        first_waiting = itertools.islice(self._queue.waiting(), self._memory.slots.num_free + 1)
+        candidates = [*self._queue.running(State.PREFILL), *first_waiting]
         sizes: list[tuple[Request, int]] = []
         left = self._limits.chunk_tokens
         for position, request in enumerate(candidates):
