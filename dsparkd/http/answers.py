@@ -13,7 +13,7 @@ from typing import Protocol
 
 import dsparkd
 from dsparkd.errors import InvariantError, RequestError
-from dsparkd.http.intake import ChatWork, CompletionWork
+from dsparkd.http.intake import ChatWork, CompletionWork, Work
 from dsparkd.messages import Finish, TextDelta, TextLogprob
 from dsparkd.text.encoding import ChatEncoding
 from dsparkd.text.output import OutputDelta, OutputParser
@@ -59,6 +59,14 @@ def _joined(index: int, deltas: Sequence[TextDelta]) -> Piece:
         tuple(entry for delta in deltas for entry in delta.prompt_logprobs or ()),
         finish,
     )
+
+
+def _stop_reason(work: Work, piece: Piece) -> int | str | None:
+    """The stop string or id of the client that ended a text; the model's own end is none."""
+    matched = piece.finish.matched if piece.finish is not None else None
+    if isinstance(matched, int) and matched not in work.items[piece.index].request.sampling.stop_ids:
+        return None
+    return matched
 
 
 class Usage:
@@ -208,7 +216,7 @@ class ChatAnswers:
         rest = choice.parser.finish(cut=finish.reason != "stop")
         called = choice.parser.called() and finish.reason != "abort"
         choice.finish_reason = "tool_calls" if called else finish.reason
-        choice.stop_reason = finish.matched
+        choice.stop_reason = _stop_reason(self._work, piece)
         self.usage.add(piece.index, finish, choice.parser.reasoning_tokens)
         return OutputDelta(delta.reasoning + rest.reasoning, delta.content + rest.content, delta.calls + rest.calls)
 
@@ -372,7 +380,7 @@ class CompletionAnswers:
         text += piece.text
         if piece.finish is not None:
             choice.finish_reason = piece.finish.reason
-            choice.stop_reason = piece.finish.matched
+            choice.stop_reason = _stop_reason(self._work, piece)
             self.usage.add(piece.index, piece.finish)
         return text, entries
 

@@ -97,16 +97,20 @@ class ChatEncoding:
 
     def render(self, chat: Chat) -> Rendered:
         """Raises RequestError for a conversation that cannot be rendered."""
-        conversation = recipe.Conversation(
-            [_message(turn) for turn in chat.turns if not _is_empty_prefix(turn)],
-            thinking_mode=chat.thinking,
-            tools=[recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in chat.tools],
-            reasoning_effort=(chat.effort or self._default_effort) if chat.thinking else None,
-        )
         try:
+            conversation = recipe.Conversation(
+                [_message(turn) for turn in chat.turns if not _is_empty_prefix(turn)],
+                thinking_mode=chat.thinking,
+                tools=[recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in chat.tools],
+                reasoning_effort=(chat.effort or self._default_effort) if chat.thinking else None,
+            )
             rendered = self._renderer.render_conversation(conversation)
         except recipe.ConversionError as error:
             raise RequestError(f"the messages cannot be rendered: {error}", param="messages") from error
+        except OverflowError as error:  # the renderer holds integers of a schema in 64 bits
+            raise RequestError(
+                "tools: a schema has an integer beyond 64 bits", code="number_out_of_range", param="tools"
+            ) from error
         return Rendered(rendered.prompt, rendered.special_ranges)
 
     def tokenize(self, rendered: Rendered) -> Prompt:

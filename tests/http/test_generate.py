@@ -157,12 +157,16 @@ async def test_length_and_abort_are_told_apart(server: Served) -> None:
     assert (await server.chat(tools=[WEATHER], **THINKING_OFF)).json()["choices"][0]["finish_reason"] == "abort"
 
 
-async def test_the_stop_string_that_ended_it_is_named(server: Served) -> None:
-    """Clients with several stops ask which one it was."""
-    server.backend.script = say("a", matched="END")
-    choice = (await server.chat(stop=["END", "X"], **THINKING_OFF)).json()["choices"][0]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+@pytest.mark.parametrize(("matched", "named"), [("END", "END"), (5, 5), (1, None), (None, None)])
+async def test_the_stop_that_ended_it_is_named(server: Served, matched: object, named: object) -> None:
+    """Clients with several stops ask which one it was; the model's own end of text is none of them."""
+    server.backend.script = say("a", matched=matched)
+    fields = {"stop": ["END", "X"], "stop_token_ids": [5]}
+    choice = (await server.chat(**fields, **THINKING_OFF)).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", named)
     assert server.requests[0].sampling.stop_strings == ("END", "X")
+    streamed = events(await server.complete(stream=True, **fields))
+    assert streamed[-1]["choices"][0]["stop_reason"] == named
 
 
 def logprob(text: str, token_id: int = 7, value: float | None = -0.5) -> TextLogprob:

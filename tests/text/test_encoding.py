@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsparkd.errors import CheckpointError
+from dsparkd.errors import CheckpointError, RequestError
 from dsparkd.text.encoding import Chat, ChatEncoding, PastCall, Prompt, Tool, Turn
 from dsparkd.text.tokenizer import Tokenizer
 
@@ -240,3 +240,11 @@ def test_tokenizer_without_a_role_marker_is_a_start_failure(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text(raw)
     with pytest.raises(CheckpointError, match="latest_reminder"):
         ChatEncoding(Tokenizer.load(tmp_path), "low")
+
+
+@pytest.mark.parametrize("number", [1 << 64, -(1 << 63) - 1, 10**300])
+def test_integers_that_the_renderer_cannot_hold_are_refused(encoding: ChatEncoding, number: int) -> None:
+    """A tool schema is the client's own text: it must end as a 400, not as an exception of the library."""
+    with pytest.raises(RequestError) as caught:
+        encoding.render(Chat([Turn("user", "x")], tools=[Tool("f", None, {"maximum": number})]))
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "number_out_of_range", "tools")
