@@ -100,9 +100,9 @@ class Gate:
         )
         sizes = PoolSizes(num_pages=TINY_PAGES, num_slots=TINY_ROWS + 1, num_snapshots=2)
         rest = TINY_PAGES * geometry.page_bytes + 2 * geometry.snapshot_bytes
-        share = 2 * geometry.snapshot_bytes / rest
+        share = (2 * geometry.snapshot_bytes + 1) / rest  # a byte more, for the rounding of the product
         return {
-            "kv": {"device_bytes": sizes.device_bytes(geometry), "snapshot_share": round(share, 6)},
+            "kv": {"device_bytes": sizes.device_bytes(geometry), "snapshot_share": share},
             "scheduler": {"max_rows": TINY_ROWS},
         }
 
