@@ -329,8 +329,9 @@ class Supervisor:
         try:
             await router.run()
         except PeerError as error:
-            # Its process' end is the better message, and arrives within moments if there is one.
-            asyncio.get_running_loop().call_later(CAUSE_WINDOW_S, self._fail, error)
+            # Its process' end is the better message, and is seen before this if there is one.
+            delay_s = CAUSE_WINDOW_S + 2 * CONSEQUENCE_DELAY_S
+            asyncio.get_running_loop().call_later(delay_s, self._fail, error)
         except (StartError, FatalError) as error:
             self._fail(error)
 

@@ -266,6 +266,8 @@ def test_a_bug_in_a_child_is_logged_and_ends_the_start() -> None:
     with fake_server(rank0="start_raise") as server:
         assert server.wait_exit(10) == 70
 
+        (failure,) = server.events("start_failed")
+        assert "ended with exit code 70" in str(failure["error"])
         (crash,) = server.events("child_crashed")
         assert "RuntimeError: fake bug" in str(crash["exception"])
         assert crash["dp_rank"] == 0

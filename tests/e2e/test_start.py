@@ -52,11 +52,13 @@ def test_ready_follows_the_start_and_the_stop(checkpoint: Path) -> None:
 
         poller = threading.Thread(target=poll)
         poller.start()
-        server.wait_ready()
-        assert complete(server)["object"] == "text_completion"
-        assert server.stop() == 0
-        done.set()
-        poller.join()
+        try:
+            server.wait_ready()
+            assert complete(server)["object"] == "text_completion"
+            assert server.stop() == 0
+        finally:
+            done.set()
+            poller.join()
 
         before = [status for status, stopping in seen if not stopping]
         assert set(before[: before.index(200)]) == {None}
