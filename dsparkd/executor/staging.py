@@ -20,7 +20,6 @@ from dsparkd.model.inputs import (
     AttentionMetadata,
     CompressedMetadata,
     ForwardInputs,
-    RingGather,
     RingStore,
     WindowBlock,
 )
@@ -93,7 +92,7 @@ class Stager:
         hca_counts = (tokens.position + 1) // HCA_RATIO
         for counts in (csa_counts, hca_counts):
             counts[tokens.num_tokens :] = 0
-        cuts = self._cut_blocks(csa_counts, hca_counts)
+        cuts = self._cut_blocks(csa_counts[: tokens.num_tokens], hca_counts[: tokens.num_tokens])
         csa = hca = None
         if g.num_csa_layers:
             csa = self._compressed(plan, tokens, CSA_RATIO, csa_counts, cuts)
@@ -123,16 +122,17 @@ class Stager:
     def _window_block(self, tokens: _Tokens, start: int, stop: int) -> WindowBlock:
         window = self._geometry.window
         part = slice(start, stop)
-        wanted = tokens.position[part, None] + np.arange(1 - window, 1)  # [n, W]
-        keys = self._gather(
+        position = tokens.position[part]
+        wanted = position[:, None] + np.arange(1 - window, 1)  # [n, W]
+        sources = self._sources(
             wanted,
             self._geometry.window_ring_rows,
             tokens.slot[part, None],
             tokens.start[part, None],
             tokens.offset[part, None],
         )
-        hidden = self._tensor(wanted < 0) if int(wanted[:, 0].min()) < 0 else None
-        return WindowBlock(start, stop, keys, hidden)
+        first = np.maximum(window - 1 - position, 0)
+        return WindowBlock(start, stop, sources, self._tensor(first), all_visible=not first.any())
 
     def _compressed(
         self, plan: Plan, tokens: _Tokens, ratio: int, counts: Ints, cuts: list[tuple[int, int]]
@@ -149,7 +149,7 @@ class Stager:
         first = np.flatnonzero(closing == 0) if csa else np.empty(0, np.int64)
         return CompressedMetadata(
             store=self._store(tokens, ring),
-            closing=self._gather(wanted, ring, tokens.slots[pick], tokens.starts[pick], tokens.offsets[pick]),
+            closing=self._sources(wanted, ring, tokens.slots[pick], tokens.starts[pick], tokens.offsets[pick]).view(-1),
             num_closing=len(closing),
             closing_positions=self._tensor(closing * ratio),
             closing_dst=self._tensor(entry_slots[closing_row, closing]),
@@ -160,16 +160,10 @@ class Stager:
             block_counts=tuple(int(counts[start:stop].max()) for start, stop in cuts),
         )
 
-    def _gather(self, wanted: Ints, ring: int, slot: Ints, start: Ints, offset: Ints) -> RingGather:
+    def _sources(self, wanted: Ints, ring: int, slot: Ints, start: Ints, offset: Ints) -> Tensor:
         """Say where each wanted position lies: in the chunk from `start` on, in the ring before it, nowhere below 0."""
-        in_chunk = wanted >= start
-        ring_rows = np.where(in_chunk | (wanted < 0), 0, slot * ring + wanted % ring).ravel()
-        chunk_src = (wanted - start + offset)[in_chunk]
-        return RingGather(
-            ring_rows=self._tensor(ring_rows),
-            chunk_dst=self._tensor(np.flatnonzero(in_chunk)),
-            chunk_src=self._tensor(chunk_src),
-        )
+        in_ring = np.where(wanted < 0, 0, slot * ring + wanted % ring)
+        return self._tensor(np.where(wanted >= start, start - offset - wanted - 1, in_ring))
 
     def _store(self, tokens: _Tokens, ring: int) -> RingStore:
         """Keep the last `ring` tokens of each row."""

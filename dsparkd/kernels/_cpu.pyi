@@ -52,6 +52,46 @@ class _Library(Protocol):
         limit: float,
         total: object,
     ) -> int: ...
+    def dsparkd_gather(
+        self, ring: object, chunk: object, sources: object, num_rows: int, width: int, rows: object
+    ) -> None: ...
+    def dsparkd_heads(
+        self,
+        query: object,
+        latent: object,
+        latent_stride: int,
+        norms: object,
+        cosines: object,
+        sines: object,
+        num_tokens: int,
+        num_heads: int,
+        width: int,
+        rotary_width: int,
+        eps: float,
+        queries: object,
+        keys: object,
+    ) -> None: ...
+    def dsparkd_attend(
+        self,
+        queries: object,
+        ring: object,
+        chunk: object,
+        sources: object,
+        first: object,
+        window: int,
+        entries: object,
+        slots: object,
+        slots_stride: int,
+        counts: object,
+        sink: object,
+        cosines: object,
+        sines: object,
+        num_tokens: int,
+        num_heads: int,
+        width: int,
+        rotary_width: int,
+        output: object,
+    ) -> int: ...
 
 ffi: _Pointers
 lib: _Library

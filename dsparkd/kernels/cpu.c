@@ -290,3 +290,180 @@ int dsparkd_experts(const float *x, const int32_t *expert_ids, const float *shar
     free(scratch);
     return 0;
 }
+
+void dsparkd_gather(const float *ring, const float *chunk, const int64_t *sources, size_t num_rows, size_t width,
+                    float *rows)
+{
+    for (size_t m = 0; m < num_rows; m++) {
+        const int64_t source = sources[m];
+        const float *from = source >= 0 ? ring + (size_t)source * width : chunk + (size_t)(-1 - source) * width;
+        memcpy(rows + m * width, from, width * sizeof(float));
+    }
+}
+
+/* Rotate interleaved pairs of x in place; sines carry the signs -, +. */
+INLINE void rotate(float *x, const float *cosines, const float *sines, size_t rotary_width)
+{
+    for (size_t i = 0; i < rotary_width; i += 2) {
+        float even = x[i], odd = x[i + 1];
+        x[i] = even * cosines[i] + odd * sines[i];
+        x[i + 1] = odd * cosines[i + 1] + even * sines[i + 1];
+    }
+}
+
+DISPATCHED void dsparkd_heads(const float *query, const float *latent, size_t latent_stride, const float *norms,
+                              const float *cosines, const float *sines, size_t num_tokens, size_t num_heads,
+                              size_t width, size_t rotary_width, float eps, float *queries, float *keys)
+{
+    const size_t H = num_heads, d = width, r = rotary_width;
+    for (size_t t = 0; t < num_tokens; t++)
+        for (size_t h = 0; h <= H; h++) {
+            const float *from = h < H ? query + (t * H + h) * d : latent + t * latent_stride;
+            float *to = h < H ? queries + (t * H + h) * d : keys + t * d;
+            const float inverse = 1.0f / sqrtf(sum_of_squares(from, d) / (float)d + eps);
+            for (size_t i = 0; i < d; i++)
+                to[i] = from[i] * inverse * norms[h * d + i];
+            rotate(to + d - r, cosines + t * r, sines + t * r, r);
+        }
+}
+
+/* Sum of the lanes, by halving. */
+INLINE float sum_lanes(const lanes_t *v)
+{
+    float x[LANES];
+    memcpy(x, v, sizeof x);
+    for (size_t n = LANES / 2; n > 0; n /= 2)
+        for (size_t i = 0; i < n; i++)
+            x[i] += x[n + i];
+    return x[0];
+}
+
+/* logits[h][l] = query[h] . key[l] for `heads` heads, a compile-time constant where this is inlined. */
+INLINE void score(const float *query, const float *const *keys, size_t num_keys, size_t width, size_t heads,
+                  float *logits)
+{
+    for (size_t l = 0; l < num_keys; l++) {
+        lanes_t sums[TILE_ROWS];
+        float rest[TILE_ROWS];
+        for (size_t h = 0; h < heads; h++) {
+            sums[h] = (lanes_t){0};
+            rest[h] = 0;
+        }
+        size_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            lanes_t key = *(const lanes_t *)(keys[l] + i);
+            for (size_t h = 0; h < heads; h++)
+                sums[h] += *(const lanes_t *)(query + h * width + i) * key;
+        }
+        for (; i < width; i++)
+            for (size_t h = 0; h < heads; h++)
+                rest[h] += query[h * width + i] * keys[l][i];
+        for (size_t h = 0; h < heads; h++)
+            logits[h * num_keys + l] = sum_lanes(&sums[h]) + rest[h];
+    }
+}
+
+/* output[h] = sum_l shares[h][l] * key[l], over columns column .. column + vectors * LANES - 1. */
+INLINE void mix_tile(const float *shares, const float *const *keys, size_t num_keys, size_t width, size_t column,
+                     size_t heads, size_t vectors, float *output)
+{
+    lanes_t sums[TILE_ROWS][TILE_VECTORS];
+    for (size_t h = 0; h < heads; h++)
+        for (size_t v = 0; v < vectors; v++)
+            sums[h][v] = (lanes_t){0};
+    for (size_t l = 0; l < num_keys; l++)
+        for (size_t v = 0; v < vectors; v++) {
+            lanes_t key = *(const lanes_t *)(keys[l] + column + v * LANES);
+            for (size_t h = 0; h < heads; h++)
+                sums[h][v] += shares[h * num_keys + l] * key;
+        }
+    for (size_t h = 0; h < heads; h++)
+        for (size_t v = 0; v < vectors; v++)
+            *(lanes_t *)(output + h * width + column + v * LANES) = sums[h][v];
+}
+
+INLINE void mix(const float *shares, const float *const *keys, size_t num_keys, size_t width, size_t heads,
+                float *output)
+{
+    size_t column = 0;
+    for (; column + TILE_VECTORS * LANES <= width; column += TILE_VECTORS * LANES)
+        mix_tile(shares, keys, num_keys, width, column, heads, TILE_VECTORS, output);
+    for (; column + LANES <= width; column += LANES)
+        mix_tile(shares, keys, num_keys, width, column, heads, 1, output);
+    for (; column < width; column++)
+        for (size_t h = 0; h < heads; h++) {
+            float sum = 0;
+            for (size_t l = 0; l < num_keys; l++)
+                sum += shares[h * num_keys + l] * keys[l][column];
+            output[h * width + column] = sum;
+        }
+}
+
+/* Turn logits [num_keys] into shares; the sink takes its part of the total and no value. */
+INLINE void share_out(float *logits, size_t num_keys, float sink)
+{
+    float top = sink, total = 0;
+    for (size_t l = 0; l < num_keys; l++)
+        top = logits[l] > top ? logits[l] : top;
+    for (size_t l = 0; l < num_keys; l++)
+        logits[l] = exponential(logits[l] - top);
+    for (size_t l = 0; l < num_keys; l++)
+        total += logits[l];
+    total += exponential(sink - top);
+    const float inverse = 1.0f / total;
+    for (size_t l = 0; l < num_keys; l++)
+        logits[l] *= inverse;
+}
+
+/* One token's attention over gathered key pointers; logits holds TILE_ROWS * num_keys floats. */
+DISPATCHED static void attend_token(const float *queries, const float *const *keys, size_t num_keys, const float *sink,
+                                    const float *cosines, const float *sines, size_t num_heads, size_t width,
+                                    size_t rotary_width, float *logits, float *output)
+{
+    for (size_t h = 0; h < num_heads;) {
+        const size_t heads = h + TILE_ROWS <= num_heads ? TILE_ROWS : 1;
+        if (heads == TILE_ROWS)
+            score(queries + h * width, keys, num_keys, width, TILE_ROWS, logits);
+        else
+            score(queries + h * width, keys, num_keys, width, 1, logits);
+        for (size_t i = 0; i < heads; i++)
+            share_out(logits + i * num_keys, num_keys, sink[h + i]);
+        if (heads == TILE_ROWS)
+            mix(logits, keys, num_keys, width, TILE_ROWS, output + h * width);
+        else
+            mix(logits, keys, num_keys, width, 1, output + h * width);
+        for (size_t i = 0; i < heads; i++)
+            rotate(output + (h + i + 1) * width - rotary_width, cosines, sines, rotary_width);
+        h += heads;
+    }
+}
+
+int dsparkd_attend(const float *queries, const float *ring, const float *chunk, const int64_t *sources,
+                   const int64_t *first, size_t window, const float *entries, const int64_t *slots,
+                   size_t slots_stride, const int64_t *counts, const float *sink, const float *cosines,
+                   const float *sines, size_t num_tokens, size_t num_heads, size_t width, size_t rotary_width,
+                   float *output)
+{
+    const size_t most_keys = window + slots_stride;
+    const float **keys = malloc(most_keys * sizeof *keys);
+    float *logits = malloc(TILE_ROWS * most_keys * sizeof *logits);
+    if (keys == NULL || logits == NULL) {
+        free(keys);
+        free(logits);
+        return -1;
+    }
+    for (size_t t = 0; t < num_tokens; t++) {
+        size_t num_keys = 0;
+        for (size_t i = (size_t)first[t]; i < window; i++) {
+            const int64_t source = sources[t * window + i];
+            keys[num_keys++] = source >= 0 ? ring + (size_t)source * width : chunk + (size_t)(-1 - source) * width;
+        }
+        for (size_t i = 0; slots_stride > 0 && i < (size_t)counts[t]; i++)
+            keys[num_keys++] = entries + (size_t)slots[t * slots_stride + i] * width;
+        attend_token(queries + t * num_heads * width, keys, num_keys, sink, cosines + t * rotary_width,
+                     sines + t * rotary_width, num_heads, width, rotary_width, logits, output + t * num_heads * width);
+    }
+    free(keys);
+    free(logits);
+    return 0;
+}

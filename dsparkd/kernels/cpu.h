@@ -31,4 +31,25 @@ int dsparkd_experts(const float *x, const int32_t *expert_ids, const float *shar
                     size_t top_k, int32_t first, int32_t count, const float *const *w13, const float *const *w2,
                     size_t expert_width, float limit, float *total);
 
+/* Rows by source: rows[m] = ring[sources[m]], or chunk[-1 - sources[m]] where that is negative. [M, width] */
+void dsparkd_gather(const float *ring, const float *chunk, const int64_t *sources, size_t num_rows, size_t width,
+                    float *rows);
+
+/* Queries and window key of each token, normed and rotated.
+ * query [T, H * d]; latent: T rows of d, latent_stride floats apart; norms [H + 1, d], the key's last;
+ * cosines and sines [T, r], sines with the signs -, +. Writes queries [T, H, d] and keys [T, d]. */
+void dsparkd_heads(const float *query, const float *latent, size_t latent_stride, const float *norms,
+                   const float *cosines, const float *sines, size_t num_tokens, size_t num_heads, size_t width,
+                   size_t rotary_width, float eps, float *queries, float *keys);
+
+/* Softmax with a sink over each token's window and entries, rotated back: output [n, H, d].
+ * queries [n, H, d] carry the softmax scale. Window keys: sources [n, W] as in dsparkd_gather, from first[t] on.
+ * Entries: the first counts[t] of slots [n, slots_stride], rows of entries. sink [H]. cosines and sines [n, r] of the
+ * inverse rotation. Returns 0, or -1 when memory runs out. */
+int dsparkd_attend(const float *queries, const float *ring, const float *chunk, const int64_t *sources,
+                   const int64_t *first, size_t window, const float *entries, const int64_t *slots,
+                   size_t slots_stride, const int64_t *counts, const float *sink, const float *cosines,
+                   const float *sines, size_t num_tokens, size_t num_heads, size_t width, size_t rotary_width,
+                   float *output);
+
 #endif

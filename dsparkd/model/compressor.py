@@ -12,20 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsparkd.kernels import attention
+from dsparkd.kernels.rotary import rotate_
 from dsparkd.kv.geometry import CSA_RATIO
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.inputs import CompressedMetadata, RingGather
-from dsparkd.model.layers import Linear, RotaryEmbedding, WeightSource, ordered_sum, rms_norm, rotate_
-
-
-def gather_rows(ring: Tensor, chunk: Tensor, gather: RingGather) -> Tensor:
-    """Rows [M, w] out of a ring [R, w] and the chunk's own rows [T, w]."""
-    if gather.chunk_src.shape[0] == gather.ring_rows.shape[0]:
-        return chunk.index_select(0, gather.chunk_src)
-    rows = ring.index_select(0, gather.ring_rows)
-    if gather.chunk_src.shape[0]:
-        rows.index_copy_(0, gather.chunk_dst, chunk.index_select(0, gather.chunk_src))
-    return rows
+from dsparkd.model.inputs import CompressedMetadata
+from dsparkd.model.layers import Linear, RotaryEmbedding, WeightSource, ordered_sum, rms_norm
 
 
 class Compressor:
@@ -37,6 +29,7 @@ class Compressor:
         self._width = config.head_dim
         self._eps = config.rms_norm_eps
         self._dtype = source.dtype
+        self._kernel = attention.bind(source.device, torch.float32)
         self._norm = source.float32(f"{name}.compressor.norm.weight")
         names = [f"{name}.compressor"]
         if self._overlap:
@@ -63,7 +56,7 @@ class Compressor:
         self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata, rotary: RotaryEmbedding
     ) -> tuple[Tensor, Tensor | None]:
         """Mix the entries that close in this step: entries [N, d] and, for CSA, indexer keys [N, i], model dtype."""
-        spans = gather_rows(ring, rows, metadata.closing)  # [N * span, w]
+        spans = self._kernel.gather(ring, rows, metadata.closing)  # [N * span, w]
         if self._overlap:
             halves = spans.view(metadata.num_closing, 2 * CSA_RATIO, 2, 2, -1)  # [N, 8, value | gate, A | B, c]
             spans = torch.cat((halves[:, :CSA_RATIO, :, 0], halves[:, CSA_RATIO:, :, 1]), 1)  # [N, 8, 2, c]

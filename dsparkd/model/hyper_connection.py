@@ -33,7 +33,7 @@ class HyperConnection:
             eps=config.hc_eps,
             norm_eps=config.rms_norm_eps,
         )
-        self._kernel = kernel.bind(self._project.device, source.dtype, S)
+        self._kernel = kernel.bind(source.device, source.dtype, S)
 
     def collapse(self, streams: Tensor) -> Collapsed:
         """streams [T, S, D] -> the sublayer's normed input [T, D] in the streams' dtype, and the way back."""

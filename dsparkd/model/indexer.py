@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.rotary import Rotation, rotate_
 from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import Linear, Rotation, WeightSource, ordered_sum, rotate_
+from dsparkd.model.layers import Linear, WeightSource, ordered_sum
 
 
 class Indexer:
@@ -28,13 +29,12 @@ class Indexer:
         query = self._wq_b(residual).view(residual.shape[0], self._heads, -1)
         return rotate_(query, rotation).float(), self._head_weights(x32)
 
-    def select(
-        self, query: Tensor, weights: Tensor, keys: Tensor, slots: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def select(self, query: Tensor, weights: Tensor, keys: Tensor, slots: Tensor, hidden: Tensor) -> Tensor:
         """Keep each token's best entries, in ascending order of their index.
 
         query [n, h, i], weights [n, h], keys [n, E, i] float32; slots [n, E] int64, hidden [n, E] bool; E > topk and
-        a multiple of KEY_TILE. Returns slots and hidden of the kept ones, [n, K], K the next multiple of KEY_TILE.
+        a multiple of KEY_TILE. Returns the slots of the kept ones and zeros behind them, [n, K], K a multiple of
+        KEY_TILE.
         Scores are float32; equal ones go to the lower index.
         """
         products = torch.bmm(query, keys.transpose(1, 2)).relu_().mul_(weights[:, :, None])
@@ -51,4 +51,4 @@ class Indexer:
         width = -(-self.topk // KEY_TILE) * KEY_TILE  # at most E, itself a multiple above topk
         order = torch.where(kept, index, num_entries).topk(width, dim=1, largest=False, sorted=True).values
         gone = order == num_entries
-        return slots.gather(1, order.clamp_(max=num_entries - 1)).masked_fill_(gone, 0), gone
+        return slots.gather(1, order.clamp_(max=num_entries - 1)).masked_fill_(gone, 0)

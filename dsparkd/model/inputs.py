@@ -2,7 +2,10 @@
 
 Letters: T padded tokens, B rows, W window, M gathered rows, N closing entries, E entries a row may see.
 All index tensors are int64 on the model's device. Padding tokens are the last ones; they are routed to no expert,
-store nothing, and see one key: their own.
+store nothing, and attend to nothing.
+
+A *source* is a row by position, out of a ring as it was before this step or out of this step's own rows: the flat ring
+row, 0 (the null slot's) for a position that does not exist, or -1 - token for a row of the chunk.
 """
 
 from __future__ import annotations
@@ -10,19 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class RingGather:
-    """Rows by position, out of a ring as it was before this step and out of this step's own rows.
-
-    ring_rows [M]: flat ring row of each, 0 (the null slot's) where the chunk supplies it or it does not exist.
-    chunk_dst, chunk_src [K]: place in 0..M-1, and token in 0..T-1 that it takes.
-    """
-
-    ring_rows: Tensor
-    chunk_dst: Tensor
-    chunk_src: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +25,16 @@ class RingStore:
 
 @dataclass(frozen=True, slots=True)
 class WindowBlock:
-    """Window keys of tokens start..stop-1: W a token, oldest first, the token's own last.
+    """Window keys of tokens start..stop-1: sources [stop - start, W] a token, oldest first, the token's own last.
 
-    hidden [stop - start, W] bool marks positions before 0; None when there are none.
+    first [stop - start]: how many of a token's W lie before position 0. all_visible: none of any token's.
     """
 
     start: int
     stop: int
-    keys: RingGather
-    hidden: Tensor | None
+    sources: Tensor
+    first: Tensor
+    all_visible: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,7 @@ class CompressedMetadata:
     """One compression ratio: which entries close in this step, and which each token sees.
 
     store: rows that stay in the ring.
-    closing: span rows (8 CSA, 128 HCA) of each of N entries, oldest first, M = N * span.
+    closing [N * span]: sources of each entry's rows (span 8 CSA, 128 HCA), oldest first.
     num_closing: N. closing_positions [N]: first token of the entry's own window, for RoPE.
     closing_dst [N]: flat entry slot in the pages.
     first [F]: which of the N have no window before their own (CSA).
@@ -61,7 +52,7 @@ class CompressedMetadata:
     """
 
     store: RingStore
-    closing: RingGather
+    closing: Tensor
     num_closing: int
     closing_positions: Tensor
     closing_dst: Tensor
@@ -76,7 +67,7 @@ class CompressedMetadata:
 class AttentionMetadata:
     """Positions of keys for one step. csa and hca are None when the model has no such layers.
 
-    blocks cut the tokens so that gathered keys stay small; where the cuts lie changes no bits.
+    blocks cut the real tokens so that gathered keys stay small; where the cuts lie changes no bits.
     """
 
     blocks: tuple[WindowBlock, ...]

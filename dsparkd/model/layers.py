@@ -10,13 +10,13 @@ Letters: T tokens, h heads, d head width, r rotary width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dsparkd.kernels import linear as kernel
+from dsparkd.kernels.rotary import Rotation
 from dsparkd.model.config import ModelConfig, YarnScaling
 
 
@@ -24,6 +24,7 @@ class WeightSource(Protocol):
     """Where layers take their parameters from, by official name, on the model's device."""
 
     dtype: torch.dtype  # of activations and linears
+    device: torch.device
 
     def linear(self, name: str) -> Tensor:
         """Weight [O, I] of the linear NAME in the model's dtype, dequantised."""
@@ -44,7 +45,6 @@ class Linear:
     """Product with stacked weights [O, I], in their dtype. The model has no biases."""
 
     def __init__(self, *weights: Tensor) -> None:
-        self.device = weights[0].device
         self._kernel = kernel.bind(transposed(*weights))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -80,31 +80,6 @@ def ordered_sum(x: Tensor, dim: int) -> Tensor:
         total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
         x = torch.cat((total, x.narrow(dim, n - 1, 1)), dim) if n % 2 else total
     return x.squeeze(dim)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """cos and sin of T positions, [T, 1, r] float32; pair i fills 2i and 2i+1, sin with signs -, +."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def inverse(self) -> Rotation:
-        """The rotation by the negated angles."""
-        return Rotation(self.cos, self.sin.neg())
-
-    def rows(self, start: int, stop: int) -> Rotation:
-        """The rotation of positions start..stop-1."""
-        return Rotation(self.cos[start:stop], self.sin[start:stop])
-
-
-def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate interleaved pairs of the last r of d dims of x [T, h, d] in place; float32 inside."""
-    tail = x[..., x.shape[-1] - rotation.cos.shape[-1] :]
-    tail32 = tail.float()
-    swapped = tail32.view(*tail32.shape[:-1], -1, 2).flip(-1).view(tail32.shape)
-    tail.copy_((tail32 * rotation.cos).add_(swapped.mul_(rotation.sin)))
-    return x
 
 
 class RotaryEmbedding:

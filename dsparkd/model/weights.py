@@ -99,7 +99,7 @@ class Checkpoint:
         progress: Progress | None = None,
     ) -> None:
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._progress = progress
         self._files = {path.name: _open(path) for path in _list_files(directory)}
         try:
@@ -161,7 +161,7 @@ class Checkpoint:
 
     def _place(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy to the device, always: the file's mapping ends with this object."""
-        placed = tensor.to(device=self._device, dtype=dtype, copy=True)
+        placed = tensor.to(device=self.device, dtype=dtype, copy=True)
         self.placed_bytes += placed.numel() * placed.itemsize
         return placed
 

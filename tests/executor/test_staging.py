@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, StepKind
 from dsparkd.executor.staging import Stager
 from dsparkd.kv.geometry import KVGeometry
-from dsparkd.model.inputs import CompressedMetadata, RingGather
+from dsparkd.model.inputs import CompressedMetadata
 
 GEOMETRY = KVGeometry(
     num_layers=3,
@@ -71,12 +72,8 @@ def expected_source(one: PlanRow, first: int, position: int, ring: int) -> tuple
     return "chunk", first + position - one.start
 
 
-def sources(gather: RingGather) -> list[tuple[str, int]]:
-    found = [("ring", r) for r in gather.ring_rows.tolist()]
-    for dst, src in zip(gather.chunk_dst.tolist(), gather.chunk_src.tolist(), strict=True):
-        assert found[dst] == ("ring", 0)
-        found[dst] = ("chunk", src)
-    return found
+def named(sources: Tensor) -> list[tuple[str, int]]:
+    return [("ring", source) if source >= 0 else ("chunk", -1 - source) for source in sources.flatten().tolist()]
 
 
 def test_tokens_are_flat_padded_and_positioned() -> None:
@@ -102,27 +99,22 @@ def test_window_keys_are_the_last_positions_in_order() -> None:
     found: list[tuple[str, int]] = []
     hidden: list[bool] = []
     for block in inputs.attention.blocks:
-        found += sources(block.keys)
-        count = (block.stop - block.start) * 16
-        hidden += [False] * count if block.hidden is None else block.hidden.flatten().tolist()
+        found += named(block.sources)
+        hidden += (torch.arange(16) < block.first[:, None]).flatten().tolist()
+        assert block.all_visible == (not block.first.any())
     expected, expected_hidden = [], []
     for one, first, position in tokens_of(MIXED):
         for p in range(position - 15, position + 1):
             expected.append(expected_source(one, first, p, GEOMETRY.window_ring_rows))
             expected_hidden.append(p < 0)
-    assert found[: len(expected)] == expected
-    assert hidden[: len(expected)] == expected_hidden
+    assert found == expected
+    assert hidden == expected_hidden
 
 
-def test_padding_sees_itself_alone_and_stores_nothing() -> None:
-    """Otherwise a softmax over nothing gives NaN, or the null slot is written."""
+def test_padding_attends_to_nothing_and_stores_nothing() -> None:
+    """Otherwise it costs time, or the null slot is written."""
     inputs = stage(MIXED)
-    block = inputs.attention.blocks[-1]
-    assert block.hidden is not None
-    padding = block.hidden[-8:]
-    assert padding[:, :-1].all()
-    assert not padding[:, -1].any()
-    assert sources(block.keys)[-1] == ("chunk", 319)
+    assert inputs.attention.blocks[-1].stop == 312
     csa, hca = inputs.attention.csa, inputs.attention.hca
     assert csa is not None
     assert hca is not None
@@ -148,7 +140,7 @@ def test_entries_that_close_gather_their_window_and_land_in_their_page(ratio: in
             per_page = 128 // ratio
             destinations.append(one.page_table[w // per_page] * per_page + w % per_page)
             positions.append(ratio * w)
-    assert sources(metadata.closing) == expected
+    assert named(metadata.closing) == expected
     assert metadata.closing_dst.tolist() == destinations
     assert metadata.closing_positions.tolist() == positions
     assert metadata.num_closing == len(destinations)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.rotary import rotate_
 from dsparkd.model.config import YarnScaling
 from dsparkd.model.layers import (
     Linear,
@@ -16,7 +17,6 @@ from dsparkd.model.layers import (
     ordered_sum,
     rms_norm,
     rotary_frequencies,
-    rotate_,
     sigmoid,
     sqrt_softplus,
 )

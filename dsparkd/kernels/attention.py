@@ -1,0 +1,210 @@
+"""Attention of gathered keys with a sink, and the rows around it: torch form, and C form for the cpu in float32.
+
+One latent vector is key and value. Keys come per token, by index: from a ring as it was before the step, from the
+step's own rows, and from pages. The torch form reduces them in fixed tiles (the window, then KEY_TILE entries each,
+ascending): a tile that is hidden as a whole adds exact zeros, so a longer neighbour changes no bits. The C form
+reduces exactly the keys that a token sees.
+
+Letters: T tokens, n tokens of one block, H heads, d head width, W window, N entries, r rotary width, M rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsparkd.errors import FatalError
+from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.rotary import Rotation, rotate_
+from dsparkd.kernels.tiles import KEY_TILE
+
+
+@dataclass(frozen=True, slots=True)
+class WindowKeys:
+    """A block's window keys: sources [n, W] into ring and chunk (see `gather`), oldest first, hidden before first [n].
+
+    all_visible: that first is zero throughout.
+    """
+
+    ring: Tensor
+    chunk: Tensor
+    sources: Tensor
+    first: Tensor
+    all_visible: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EntryKeys:
+    """A block's compressed keys: token t sees rows slots[t, :counts[t]] of entries [*, d]; behind them slots are 0.
+
+    slots [n, N] int64, N a multiple of KEY_TILE; counts [n] int64.
+    """
+
+    entries: Tensor
+    slots: Tensor
+    counts: Tensor
+
+
+class AttentionKernel(Protocol):
+    """What `bind` returns."""
+
+    def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
+        """Rows [M, w] by sources [M] int64: ring[source], or chunk[-1 - source] where that is negative."""
+
+    def heads(
+        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Norm and rotate: query [T, H * d], latent [T, d], norms [H + 1, d] -> queries [T, H, d], keys [T, d]."""
+
+    def attend(
+        self, queries: Tensor, window: WindowKeys, entries: EntryKeys | None, sink: Tensor, inverse: Rotation
+    ) -> Tensor:
+        """Softmax with a sink over window and entries, rotated back: [n, H, d] in the queries' dtype.
+
+        queries [n, H, d] carry the softmax scale; sink [H] float32 counts in the denominator alone.
+        """
+
+
+def bind(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """Pick the form for a device and the keys' dtype, once."""
+    return CpuAttention() if device.type == "cpu" and dtype == torch.float32 else TorchAttention()
+
+
+class TorchAttention:
+    """The reference, and the form for cuda and for bfloat16."""
+
+    def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
+        """See AttentionKernel."""
+        old = ring.index_select(0, sources.clamp(min=0))
+        new = chunk.index_select(0, (-1 - sources).clamp_(min=0))
+        return torch.where(sources[:, None] >= 0, old, new)
+
+    def heads(
+        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See AttentionKernel."""
+        num_heads = norms.shape[0] - 1
+        heads = torch.cat((query, latent), 1).view(query.shape[0], num_heads + 1, -1).float()
+        normed = (heads * heads.square().mean(-1, keepdim=True).add_(eps).rsqrt_()).mul_(norms)
+        rotated = rotate_(normed.to(query.dtype), rotation)
+        return rotated[:, :num_heads], rotated[:, num_heads].contiguous()
+
+    def attend(
+        self, queries: Tensor, window: WindowKeys, entries: EntryKeys | None, sink: Tensor, inverse: Rotation
+    ) -> Tensor:
+        """See AttentionKernel."""
+        n, W = window.sources.shape
+        query = queries.float()
+        keys = self.gather(window.ring, window.chunk, window.sources.view(-1)).view(n, W, -1).float()
+        logits = torch.bmm(query, keys.transpose(1, 2))
+        if not window.all_visible:
+            hidden = torch.arange(W, device=query.device) < window.first[:, None]
+            logits.masked_fill_(hidden[:, None], -torch.inf)
+        # The window holds the token's own key, so the maximum is finite.
+        sinks = sink[None, :, None]
+        top = torch.maximum(logits.amax(-1, keepdim=True), sinks)
+        more_logits = None
+        if entries is not None:
+            more_keys = entries.entries.index_select(0, entries.slots.view(-1)).view(n, -1, keys.shape[2]).float()
+            hidden = torch.arange(entries.slots.shape[1], device=query.device) >= entries.counts[:, None]
+            more_logits = torch.bmm(query, more_keys.transpose(1, 2)).masked_fill_(hidden[:, None], -torch.inf)
+            top = torch.maximum(top, more_logits.amax(-1, keepdim=True))
+        shares = logits.sub_(top).exp_()
+        total = shares.sum(-1, keepdim=True)
+        output = torch.bmm(shares, keys)
+        if more_logits is not None:
+            more_shares = more_logits.sub_(top).exp_()
+            tile_totals = more_shares.view(*more_shares.shape[:2], -1, KEY_TILE).sum(-1)
+            for tile in range(tile_totals.shape[-1]):
+                part = slice(tile * KEY_TILE, (tile + 1) * KEY_TILE)
+                total.add_(tile_totals[..., tile : tile + 1])
+                output.baddbmm_(more_shares[..., part], more_keys[:, part])
+        output.div_(total.add_((sinks - top).exp_()))
+        return rotate_(output.to(queries.dtype), inverse)
+
+
+class CpuAttention:
+    """One C call each; float32, one thread."""
+
+    def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
+        """See AttentionKernel."""
+        rows = chunk.new_empty((sources.shape[0], chunk.shape[1]))
+        lib.dsparkd_gather(
+            _floats(ring), _floats(chunk), _integers(sources), sources.shape[0], chunk.shape[1], _floats(rows)
+        )
+        return rows
+
+    def heads(
+        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See AttentionKernel."""
+        T, H, d = query.shape[0], norms.shape[0] - 1, norms.shape[1]
+        queries, keys = query.new_empty((T, H, d)), query.new_empty((T, d))
+        assert latent.stride(1) == 1
+        lib.dsparkd_heads(
+            _floats(query),
+            ffi.cast("float *", latent.data_ptr()),
+            latent.stride(0),
+            _floats(norms),
+            _floats(rotation.cos),
+            _floats(rotation.sin),
+            T,
+            H,
+            d,
+            rotation.cos.shape[-1],
+            eps,
+            _floats(queries),
+            _floats(keys),
+        )
+        return queries, keys
+
+    def attend(
+        self, queries: Tensor, window: WindowKeys, entries: EntryKeys | None, sink: Tensor, inverse: Rotation
+    ) -> Tensor:
+        """See AttentionKernel."""
+        n, H, d = queries.shape
+        output = torch.empty_like(queries)
+        # Without entries their pointers are not read; the window's stand in.
+        rows = window.chunk if entries is None else entries.entries
+        slots = window.sources if entries is None else entries.slots
+        counts = window.first if entries is None else entries.counts
+        failed = lib.dsparkd_attend(
+            _floats(queries),
+            _floats(window.ring),
+            _floats(window.chunk),
+            _integers(window.sources),
+            _integers(window.first),
+            window.sources.shape[1],
+            _floats(rows),
+            _integers(slots),
+            0 if entries is None else slots.shape[1],
+            _integers(counts),
+            _floats(sink),
+            _floats(inverse.cos),
+            _floats(inverse.sin),
+            n,
+            H,
+            d,
+            inverse.cos.shape[-1],
+            _floats(output),
+        )
+        if failed:
+            raise FatalError("out of memory in the attention of a forward pass")
+        return output
+
+
+def _floats(tensor: Tensor) -> object:
+    """Pointer to a contiguous float32 tensor's elements; the tensor must outlive the call."""
+    assert tensor.is_contiguous()
+    assert tensor.dtype == torch.float32
+    return ffi.cast("float *", tensor.data_ptr())
+
+
+def _integers(tensor: Tensor) -> object:
+    """Pointer to a contiguous int64 tensor's elements; the tensor must outlive the call."""
+    assert tensor.is_contiguous()
+    assert tensor.dtype == torch.int64
+    return ffi.cast("int64_t *", tensor.data_ptr())
