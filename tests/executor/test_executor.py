@@ -160,7 +160,10 @@ def generate(executor: Executor, sequences: list[Sequence], count: int, chunk: i
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_ids_are_the_same_alone_batched_and_chunked(executor: Executor, params: SamplingParams) -> None:
-    """Path invariance over a step's composition: neighbours, other slots and pages, chunk sizes."""
+    """D-13 without masks: however the prefill is cut, the first token is the same, and so is all that follows.
+
+    Path invariance over a step's composition: neighbours, other slots and pages, chunk sizes.
+    """
     lengths = [3, 127, 128, 300, 41]
     alone = []
     for i, length in enumerate(lengths):

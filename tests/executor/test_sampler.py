@@ -57,7 +57,7 @@ MIXED = [
 
 
 def test_a_row_gives_the_same_token_and_logprobs_alone_and_among_any_neighbours() -> None:
-    """Path invariance: rules of one row, and the sub-batches that rules form, must not move a bit of another."""
+    """D-14 without masks: rules of one row, and the sub-batches that they form, move no bit of another row."""
     logits = logits_of(32)
     rows = [sample(i, MIXED[i % len(MIXED)], output=(5, 9, 9), position=40 + i) for i in range(32)]
     sampler = plain_sampler()
