@@ -179,15 +179,16 @@ def test_a_parked_rank_beats_and_uses_no_core(pair, runner):
     runner.stop()
 
 
-def test_metrics_are_flushed_when_a_rank_parks(pair, runner):
-    """M-03: the last window before a park is not lost until the next event."""
-    key = "dsparkd_parks_total\x000"
-    runner.wait_for(lambda: any(frame.values.get(key) for frame in pair.ranks[0].frames))
-    frame = next(frame for frame in pair.ranks[0].frames if frame.values.get(key))
-    assert frame.values["dsparkd_exchange_calls_total\x000\x00plan"] == pair.ranks[0].exchange.sequence(Channel.PLAN)
-    first_beat = next(snapshot for snapshot in pair.ranks[0].snapshots if snapshot.parked)
-    assert first_beat.tick == frame.values["dsparkd_exchange_sequence\x000\x00plan"]
-    runner.stop()
+def test_metrics_are_flushed_when_a_rank_parks(pair):
+    """M-03: three exchanges, then park: the counter shows 3 at once, not after the next second or event."""
+    pair.tick(3)
+    assert pair.agreements[-1].park
+    pair.ranks[1].exchange.kick()
+    pair.ranks[0].loop._park()  # returns at the kick
+    pair.ranks[0].collect()
+    values = pair.ranks[0].frames[-1].values
+    assert values["dsparkd_exchange_calls_total\x000\x00plan"] == 3
+    assert values["dsparkd_parks_total\x000"] == 1
 
 
 def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):

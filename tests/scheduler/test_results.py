@@ -17,11 +17,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Bench:
     """One request in decode, ready to be given any run of ids."""
 
-    def __init__(self, lab, max_context: int = 64, **sampling: object) -> None:
+    def __init__(self, lab, max_context: int = 64, prompt: object = (2, 3, 4), **sampling: object) -> None:
         self.queue = RequestQueue()
         self.memory = Memory(num_pages=32, num_slots=3, num_snapshots=4, page_tokens=lab.PAGE)
         self.committer = Committer(self.queue, self.memory, lab.Texts(), frozenset({lab.EOS}))
-        message = lab.request("x", [2, 3, 4], **{"max_tokens": 50, **sampling})
+        message = lab.request("x", prompt, **{"max_tokens": 50, **sampling})
         self.request = Request(message, arrival=1, delivered_ns=1, max_context_tokens=max_context)
         self.queue.add([self.request])
         assert self.memory.admit(self.request, 0)
@@ -170,6 +170,31 @@ def test_a_committed_prefix_is_keyed_by_ids_that_were_kept(lab):
     bench = Bench(lab, stop_ids=(12,))
     bench.give(10, 11, 12, 20, 21)
     assert bench.memory.tree.match([2, 3, 4, 10, 11, 12, 20, 21, 5]) is None
+
+
+def test_prompt_logprobs_that_are_computed_again_are_not_told_twice(lab):
+    """A prefill that was put back starts anew; each prompt token still has exactly one entry, in order."""
+    bench = Bench(lab, prompt=9, prompt_logprobs=True)
+    request, prompt = bench.request, bench.request.message.prompt_ids
+
+    def chunk(end):
+        start = request.num_computed
+        row = PlanRow(
+            "x", request.slot, prompt[start:end], start, tuple(request.pages), end - start, None, prompt, (), 0
+        )
+        told = tuple(TokenLogprob(token, -float(end)) for token in prompt[start + 1 : end + 1])
+        bench.committer.commit(Plan(StepKind.PREFILL, (row,)), StepOutput((RowOutput((), None, told),)))
+
+    chunk(4)
+    bench.memory.release(request)
+    bench.queue.put_back(request)
+    assert bench.memory.admit(request, 0)
+    bench.queue.start(request)
+    chunk(3)
+    chunk(8)
+
+    assert [entry.token_id for entry in request.prompt_logprobs] == list(prompt)
+    assert [entry.logprob for entry in request.prompt_logprobs] == [None, -4, -4, -4, -4, -8, -8, -8, -8]
 
 
 def test_an_output_of_another_step_is_a_bug(lab):
