@@ -216,30 +216,10 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     function_call: None = None
 
 
-# One list type a union is what msgspec can check; `prompts_of` checks the items.
-PromptField = Annotated[
-    str | list[object],
-    Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-                },
-            ]
-        }
-    ),
-]
-
-
 class CompletionRequest(Generation, frozen=True, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: PromptField
+    prompt: str | list[object]  # one list type a union is what msgspec can check; `prompts_of` checks the items
     suffix: None = None
     best_of: None = None
     echo: bool | None = None

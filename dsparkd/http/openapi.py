@@ -27,6 +27,17 @@ _GETS = {
     "/openapi.json": "This document.",
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
+_TEXT: Json = {"type": "string", "minLength": 1}
+_IDS: Json = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+# The struct can only say "text or list"; `intake.prompts_of` checks this.
+_PROMPT: Json = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "minItems": 1, "items": _TEXT},
+        _IDS,
+        {"type": "array", "minItems": 1, "items": _IDS},
+    ]
+}
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],
@@ -52,6 +63,7 @@ def openapi_document(limits: LimitsConfig) -> Json:
         schema_hook=_anything,
         ref_template="#/components/schemas/{name}",
     )
+    components["CompletionRequest"]["properties"]["prompt"] = _PROMPT
     paths: Json = {path: {"post": _post(path, body, summary)} for path, (body, summary) in _BODIES.items()}
     paths |= {path: {"get": _get(path, summary)} for path, summary in _GETS.items()}
     return {

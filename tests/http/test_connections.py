@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import hypercorn
 import hypercorn.asyncio
 import pytest
@@ -243,3 +244,15 @@ async def test_r04_a_posted_batch_is_one_frame(server: Listening) -> None:
     assert isinstance(frame, RoutedBatch)
     assert [item.request_id for item in frame.requests] == [f"batch-{index}" for index in range(64)]
     assert server.backend.ranks[0].batches == []
+
+
+async def test_http2_clients_get_answers_and_refusals(server: Listening) -> None:
+    """Headers about connections are illegal in HTTP/2; a refusal that carries one would break the connection."""
+    server.backend.script = say("fine")
+    base_url = f"http://127.0.0.1:{server.port}"
+    async with httpx.AsyncClient(http1=False, http2=True, base_url=base_url) as client:
+        assert "fine" in (await client.post("/v1/completions", json=request("h2", stream=True))).text
+        server.backend.router.begin_drain()
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json=request("h2"))
+            assert (answer.http_version, answer.status_code) == ("HTTP/2", 503)

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import jsonschema
 import msgspec
 import pytest
 from hypothesis import given
@@ -153,6 +154,31 @@ async def test_openapi_lists_every_route_and_every_field(server: Served) -> None
     for name, kind in (("ChatRequest", openai.ChatRequest), ("CompletionRequest", openai.CompletionRequest)):
         assert set(schemas[name]["properties"]) == {field.encode_name for field in msgspec.structs.fields(kind)}
         assert schemas[name]["additionalProperties"] is False
+    jsonschema.Draft202012Validator.check_schema(schemas["CompletionRequest"])
+
+
+PROMPTS: list[tuple[object, bool]] = [
+    ("a", True),
+    (["a", "b"], True),
+    ([5, 6], True),
+    ([[5], [6]], True),
+    ("", False),
+    ([], False),
+    ([""], False),
+    ([[]], False),
+    ([[-1]], False),
+    (["a", 5], False),
+    (5, False),
+]
+
+
+@pytest.mark.parametrize(("prompt", "valid"), PROMPTS)
+async def test_openapi_and_server_agree_on_prompts(server: Served, prompt: object, valid: bool) -> None:
+    """The one field whose type the structs cannot state: the document's own schema says what the server says."""
+    document = (await server.client.get("/openapi.json")).json()
+    schema = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
+    assert jsonschema.Draft202012Validator(schema).is_valid(prompt) is valid
+    assert ((await server.complete(prompt=prompt)).status_code == 200) is valid
 
 
 @given(value=st.dictionaries(st.sampled_from([f.name for f in msgspec.structs.fields(openai.ChatRequest)]), st.none()))

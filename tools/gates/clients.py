@@ -366,10 +366,17 @@ def fuzz_document(base_url: str, model: str) -> dict[str, Any]:
     for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
         schemas[name]["properties"]["model"] = {"const": model}
     for name in ("ChatRequest", "CompletionRequest"):
-        schemas[name]["properties"]["max_tokens"] = {"type": "integer", "minimum": 1, "maximum": 3}
-        schemas[name]["properties"]["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
+        # Lists of numbers instead of ranges: JSON schema counts 1.0 as an integer, which is refused.
+        schemas[name]["properties"]["max_tokens"] = {"enum": [1, 2, 3]}
+        schemas[name]["properties"]["n"] = {"enum": [1, 2, 3]}
         schemas[name]["properties"]["routed_dp_rank"] = {"enum": [0, 1, None]}
         schemas[name]["required"] = [*schemas[name]["required"], "max_tokens"]
+    ids = {"enum": list(range(3, 40))}
+    schemas["DetokenizeRequest"]["properties"]["tokens"]["items"] = ids
+    text, texts, one, many = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+    one["items"] = many["items"]["items"] = ids
+    for kind in (text, texts["items"]):
+        kind["pattern"] = "^[a-zA-Z ]+$"
     return document
 
 
