@@ -59,12 +59,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one item gave: the text of each token and its log-probability, all digits of it."""
+    """What one item gave: the text of each token and its log-probability, all digits of it.
+
+    margins: by how much each position's likeliest token leads the second; empty unless alternatives were asked for.
+    """
 
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
     text: str
     finish: str
+    margins: tuple[float, ...]
     cached_tokens: int = field(compare=False)
 
 
@@ -106,9 +110,9 @@ class Client:
             body: bytes = answer.read()
         return body.decode()
 
-    def complete(self, item: Item, dp_rank: int | None = None) -> Answer:
+    def complete(self, item: Item, dp_rank: int | None = None, alternatives: int = 0) -> Answer:
         """Send one item, to one rank if named. Raises OSError for a refusal."""
-        fields = {"model": self._model, "prompt": item.prompt, "max_tokens": item.max_tokens, "logprobs": 0}
+        fields = {"model": self._model, "prompt": item.prompt, "max_tokens": item.max_tokens, "logprobs": alternatives}
         if dp_rank is not None:
             fields["routed_dp_rank"] = dp_rank
         request = urllib.request.Request(
@@ -119,22 +123,31 @@ class Client:
         with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
             body = json.loads(answer.read())
         choice, usage = body["choices"][0], body["usage"]
+        listed = [sorted(entry.values()) for entry in choice["logprobs"]["top_logprobs"] or ()]
         return Answer(
             tokens=tuple(choice["logprobs"]["tokens"]),
             logprobs=tuple(choice["logprobs"]["token_logprobs"]),
             text=choice["text"],
             finish=choice["finish_reason"],
+            margins=tuple(values[-1] - values[-2] for values in listed if len(values) > 1),
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         )
 
     def complete_all(
-        self, items: Sequence[Item], concurrency: int, dp_rank: Callable[[int], int | None] = lambda index: None
+        self,
+        items: Sequence[Item],
+        concurrency: int,
+        dp_rank: Callable[[int], int | None] = lambda index: None,
+        alternatives: int = 0,
     ) -> list[Answer]:
         """Send all, that many at a time, each to the rank that dp_rank names for its index."""
         with ThreadPoolExecutor(concurrency) as threads:
-            return list(threads.map(lambda pair: self.complete(pair[1], dp_rank(pair[0])), enumerate(items)))
+            ranks = [dp_rank(index) for index in range(len(items))]
+            return list(
+                threads.map(lambda pair: self.complete(pair[0], pair[1], alternatives), zip(items, ranks, strict=True))
+            )
 
-    def counter(self, name: str) -> float:
-        """Sum of a metric family over its labels."""
-        pattern = re.compile(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
-        return sum(float(value) for value in pattern.findall(self._get("/metrics")))
+    def counter(self, name: str, label: str = "") -> float:
+        """Sum of a metric family over its series, or over those with a label such as `dp_rank="0"`."""
+        pattern = re.compile(rf"^{name}(?:\{{([^}}]*)\}})? (\S+)$", re.MULTILINE)
+        return sum(float(value) for labels, value in pattern.findall(self._get("/metrics")) if label in labels)

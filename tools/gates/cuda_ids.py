@@ -1,0 +1,136 @@
+"""Compares the greedy ids of two ranks on two GPUs with those of the cpu server in float32.
+
+    python -m tools.gates cuda_ids [--requests 64] [--json]
+
+The same server and checkpoint run on the cpu in float32, then eager on cuda in float32 and in bfloat16. Devices round
+differently, so a token may differ where two candidates are as good as equal: a difference counts as explained when
+the lead of the cpu's token over the second, at the first differing position, is within twice the largest difference
+that rounding makes to the log-probabilities of tokens both agree on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dsparkd.config import GIB
+from dsparkd.text.tokenizer import Tokenizer
+from tools.harness import Server, ensure_checkpoint
+from tools.workload import Answer, Client, Item, mixed_items
+
+MAX_TOKENS = 16
+CONCURRENCY = 32
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One device and dtype against the cpu in float32, all log-probabilities natural.
+
+    differing: requests with any other id. rounding: the largest difference in log-probability of tokens before the
+    first differing one. lead: the largest lead of the cpu's token at a first differing position.
+    """
+
+    device: str
+    dtype: str
+    requests: int
+    differing: int
+    agreeing_ids: int
+    compared_ids: int
+    rounding: float
+    mean_rounding: float
+    lead: float
+    unexplained: int
+    ranks_used: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether both ranks worked and rounding explains every difference."""
+        return self.unexplained == 0 and self.ranks_used == 2
+
+
+def run_server(checkpoint: Path, device: str, dtype: str, items: list[Item]) -> tuple[list[Answer], int]:
+    """Answers of one server, half of the items on each rank, and how many ranks gave tokens."""
+    engine = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "max_context_tokens": 2048}
+    with Server({"engine": engine, "kv": {"device_bytes": GIB // 2}}) as server:
+        client = Client(server.wait_ready(300).base_url)
+        answers = client.complete_all(items, CONCURRENCY, lambda index: index % 2, alternatives=2)
+        time.sleep(1.5)  # a rank's counters reach the parent once a second
+        used = sum(client.counter("dsparkd_output_tokens_total", f'dp_rank="{rank}"') > 0 for rank in (0, 1))
+        server.stop()
+    return answers, used
+
+
+def compare(
+    device: str, dtype: str, base: list[Answer], answers: list[Answer], ranks_used: int, seconds: float
+) -> Comparison:
+    """Count differences up to each request's first: what follows continues another text."""
+    roundings: list[float] = []
+    leads: list[float] = []
+    for ours, theirs in zip(base, answers, strict=True):
+        agreeing = _num_agreeing(ours, theirs)
+        pairs = zip(ours.logprobs[:agreeing], theirs.logprobs[:agreeing], strict=True)
+        roundings += [abs(a - b) for a, b in pairs]
+        if agreeing < len(ours.tokens):
+            leads.append(ours.margins[agreeing])
+    rounding = max(roundings, default=0.0)
+    return Comparison(
+        device=device,
+        dtype=dtype,
+        requests=len(base),
+        differing=len(leads),
+        agreeing_ids=len(roundings),
+        compared_ids=sum(len(answer.tokens) for answer in base),
+        rounding=rounding,
+        mean_rounding=sum(roundings) / max(1, len(roundings)),
+        lead=max(leads, default=0.0),
+        unexplained=sum(lead > 2 * rounding for lead in leads),
+        ranks_used=ranks_used,
+        seconds=round(seconds, 1),
+    )
+
+
+def _num_agreeing(ours: Answer, theirs: Answer) -> int:
+    """Tokens before the first differing one."""
+    count = 0
+    for a, b in zip(ours.tokens, theirs.tokens, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def main(argv: list[str]) -> int:
+    """Compare float32 and bfloat16; 0 when rounding explains every difference."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gates cuda_ids", description="ids of cuda against cpu")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--checkpoint", type=Path, help="directory; the small checkpoint by default")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args(argv)
+    checkpoint = (arguments.checkpoint or ensure_checkpoint()).resolve()
+    vocab_size = Tokenizer.load(checkpoint).vocab_size
+    items = mixed_items(arguments.requests, vocab_size, MAX_TOKENS, seed=3, greedy=True)
+    began = time.perf_counter()
+    base, _ = run_server(checkpoint, "cpu", "float32", items)
+    comparisons = []
+    for dtype in ("float32", "bfloat16"):
+        start = time.perf_counter()
+        answers, used = run_server(checkpoint, "cuda", dtype, items)
+        comparisons.append(compare("cuda", dtype, base, answers, used, time.perf_counter() - start))
+    elapsed = round(time.perf_counter() - began, 1)
+    ok = all(one.ok for one in comparisons)
+    if arguments.json:
+        print(json.dumps({"ok": ok, "elapsed_s": elapsed, "comparisons": [asdict(one) for one in comparisons]}))
+    else:
+        print("device dtype     requests differing  same ids    of  rounding (mean)   lead  unexplained ranks     s")
+        for one in comparisons:
+            print(
+                f"{one.device:6} {one.dtype:9} {one.requests:8} {one.differing:9} {one.agreeing_ids:9} "
+                f"{one.compared_ids:5}  {one.rounding:8.1e} {one.mean_rounding:6.0e} {one.lead:6.1e} "
+                f"{one.unexplained:12} {one.ranks_used:5} {one.seconds:5.1f}  {'ok' if one.ok else 'FAIL'}"
+            )
+        print(f"{'ok' if ok else 'FAIL'}: against cpu float32, {elapsed} s")
+    return 0 if ok else 1

@@ -1,0 +1,125 @@
+"""What a session on the GPU host runs, part by part, with result files that say where and of what they are.
+
+    python -m tools.gpu_session --part nano --out DIR [--commit ID]
+
+nano: the cpu test suite and the tests marked gpu and gpu2, then the cuda_ids gate. Writes DIR/nano.json and the
+output of each step, and prints a short table last. Without a .git directory beside it, name the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a part; `limit_s` keeps a step that hangs from taking the session's time."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a step ended: its exit code (None past its limit) and its last line."""
+
+    name: str
+    command: str
+    exit_code: int | None
+    seconds: float
+    last_line: str
+
+
+PYTHON = sys.executable
+PARTS: dict[str, tuple[Step, ...]] = {
+    "nano": (
+        Step("cuda_ids", (PYTHON, "-m", "tools.gates", "cuda_ids"), 240),
+        Step("gpu_tests", (PYTHON, "-m", "pytest", "-m", "gpu or gpu2", "-p", "no:cacheprovider"), 120),
+        Step("cpu_tests", (PYTHON, "-m", "pytest", "-m", "not gpu and not gpu2", "-p", "no:cacheprovider"), 420),
+    )
+}
+
+
+def hardware() -> dict[str, object]:
+    """The machine, as far as a reader needs it to weigh the figures."""
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def current_commit() -> str:
+    """The checkout's commit, marked when files differ from it."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def run_step(step: Step, directory: Path) -> Result:
+    """Run one command with its output in a file of the step's name."""
+    began = time.perf_counter()
+    path = directory / f"{step.name}.txt"
+    with path.open("wb") as output:
+        try:
+            code: int | None = subprocess.run(
+                step.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=step.limit_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    seconds = round(time.perf_counter() - began, 1)
+    return Result(step.name, " ".join(step.command[1:]), code, seconds, lines[-1] if lines else "")
+
+
+def main(argv: list[str]) -> int:
+    """Run a part; 0 when every step ended with 0."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_session", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--part", choices=sorted(PARTS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="directory for the result files")
+    parser.add_argument("--commit", help="what is run, where there is no .git to ask")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results = [run_step(step, arguments.out) for step in PARTS[arguments.part]]
+    ok = all(result.exit_code == 0 for result in results)
+    report = {
+        "part": arguments.part,
+        "ok": ok,
+        "commit": arguments.commit or current_commit(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "hardware": hardware(),
+        "steps": [asdict(result) for result in results],
+    }
+    text = json.dumps(report, indent=2) + "\n"
+    (arguments.out / f"{arguments.part}.json").write_text(text, encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(report))
+        return 0 if ok else 1
+    print(f"{report['commit']} {report['date']} {report['hardware']}")
+    for result in results:
+        code = "past its limit" if result.exit_code is None else f"exit {result.exit_code}"
+        print(f"{result.name:10} {code:14} {result.seconds:6.1f} s  {result.last_line}")
+    print("ok" if ok else "FAIL")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
