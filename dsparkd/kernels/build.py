@@ -1,4 +1,7 @@
-"""Builds the cpu kernels: dsparkd.kernels._cpu, from cpu.h and cpu.c. Run by setuptools, or as a program, in place."""
+"""Builds the cpu kernels: dsparkd.kernels._cpu, from cpu.h and cpu.c. setup.py names it to setuptools.
+
+After a change of the C sources in a checkout: `python setup.py build_ext --inplace`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,3 @@ ffibuilder.set_source(
     extra_compile_args=FLAGS,
     libraries=["m"],
 )
-
-if __name__ == "__main__":
-    ffibuilder.compile(verbose=True)
