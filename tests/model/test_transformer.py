@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsparkd.executor.plan import Plan, StepKind
 from dsparkd.executor.staging import Stager
-from dsparkd.kv.geometry import PoolSizes
+from dsparkd.kv.geometry import KVGeometry, PoolSizes
 from tools.gates.oracle import random_chunks, run_case
 from tools.oracle import Engine, load_oracle, oracle_logits, plan_row, relative_error
 
@@ -150,6 +150,22 @@ def test_rejected_rows_leave_no_trace(engine: Engine, whole: Tensor) -> None:
         block = [IDS[p], *([(IDS[p] + 50) % 192] * gamma)]
         outputs.append(engine.step([plan_row(block, p, 2, pages)]).logits[:1])
     assert torch.equal(torch.cat(outputs), whole[: LENGTH - gamma])
+
+
+@pytest.mark.parametrize("ring", ["window_ring_rows", "csa_ring_rows", "hca_ring_rows"])
+def test_a_ring_one_row_shorter_is_noticed(
+    small_checkpoint: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch, ring: str
+) -> None:
+    """The control: the margin is tight, so rejected rows then overwrite what a later token needs."""
+    rows = getattr(KVGeometry, ring).fget
+    monkeypatch.setattr(KVGeometry, ring, property(lambda geometry: rows(geometry) - 1))
+    engine = Engine(small_checkpoint, sizes=PoolSizes(40, 8, 4))
+    engine.step([plan_row(IDS[:240], 0, 2, (9, 5))])
+    outputs = []
+    for p in range(240, 270):  # over 254, where an HCA window is two rows from its end
+        block = [IDS[p], *([(IDS[p] + 50) % 192] * engine.config.gamma)]
+        outputs.append(engine.step([plan_row(block, p, 2, (9, 5))]).logits[:1])
+    assert not torch.equal(torch.cat(outputs), whole[240:270])
 
 
 def test_a_step_without_logits_still_stores_its_state(engine: Engine, whole: Tensor) -> None:
