@@ -67,6 +67,9 @@ def expected_output(request: TokenizedRequest, max_context: int) -> tuple[tuple[
         out.append(token)
         if may_stop and ((token == EOS and not sampling.ignore_eos) or token in sampling.stop_ids):
             return tuple(out), "stop"
+        text = b"".join(Texts().token_bytes(token) for token in out if token != EOS).decode()
+        if any(stop in text for stop in sampling.stop_strings):
+            return tuple(out), "stop"
         if len(out) >= limit:
             return tuple(out), "length"
 

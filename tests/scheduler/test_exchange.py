@@ -160,6 +160,65 @@ def test_parked_ranks_wake_for_every_message(lab, pair, runner):
     assert sum(rank.loop._tick for rank in pair.ranks) == 2 * pair.ranks[0].loop._tick
 
 
+def test_batches_against_busy_ranks_are_never_seen_in_part(lab, pair, runner):
+    """R-04, R-15: 40 rounds of 64 items while both ranks tick: each plan sees all of a round or none of it.
+
+    The frames are larger than what one receive finds in the socket. 13 of each round's items are aborted at once; the
+    others end with the ids that they would have had alone.
+    """
+    seen = [[], []]
+    for rank, log in zip(pair.ranks, seen, strict=True):
+        watch_planner(rank, log)
+    dice = random.Random(3)
+    requests = {}
+    for number in range(40):
+        dp_rank = number % 2
+        rank = pair.ranks[dp_rank]
+        batch = [lab.request(f"b{number}-{item}", 3 + item % 5, max_tokens=2) for item in range(64)]
+        runner.wait_for(
+            lambda rank=rank, before=64 * (number // 2): len(rank.admitted) == before and len(rank.queue) < 100
+        )
+        rank.submit(*batch)
+        for request in dice.sample(batch, 13):
+            rank.abort(request.request_id)
+        requests |= {request.request_id: (rank, request) for request in batch}
+    runner.wait_for(
+        lambda: all(name in rank.deltas and rank.deltas[name][-1].finish for name, (rank, _) in requests.items())
+    )
+    runner.stop()
+    for dp_rank, log in enumerate(seen):
+        assert {frozenset(new) for new in log if new} == {
+            frozenset(f"b{number}-{item}" for item in range(64)) for number in range(dp_rank, 40, 2)
+        }
+    for name, (rank, request) in requests.items():
+        ids, reason = rank.output(name)
+        expected = lab.expected(request, pair.sizes.max_context)
+        assert (ids, reason) == expected or (reason == "abort" and ids == expected[0][: len(ids)])
+    assert sum(rank.value("dsparkd_requests_total", "abort") for rank in pair.ranks) <= 40 * 13
+
+
+def watch_planner(rank, log):
+    """Note, before each plan, the requests that no earlier plan could see."""
+    propose, known = rank.planner.propose, set()
+
+    def noting():
+        # A request that was aborted in the same receive has ended already, but it was queued.
+        new = set(rank.admissions) - known
+        known.update(new)
+        log.append(new)
+        return propose()
+
+    admit = rank.loop._account.admitted
+    rank.admissions = []
+
+    def admitted(request):
+        rank.admissions.append(request.request_id)
+        admit(request)
+
+    rank.loop._account.admitted = admitted
+    rank.planner.propose = noting
+
+
 def test_a_parked_rank_beats_and_uses_no_core(pair, runner):
     """L-13, X-28: snapshots go on at the heartbeat, marked parked, while the tick stands still and no CPU is burnt."""
     runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
@@ -194,8 +253,8 @@ def test_metrics_are_flushed_when_a_rank_parks(pair):
 def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):
     """R38: the parent's end wakes the rank, which fails, and with it its peer, instead of sleeping for ever."""
     runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
+    pair.ranks[1].exchange._gather = refuse  # what gloo says when the peer's process has gone
     pair.ranks[0].parent.close()
-    pair.ranks[1].exchange._gather = refuse
     for thread in runner.threads:
         thread.join(20)
     assert len(runner.failures) == 2

@@ -12,6 +12,14 @@ from dsparkd.errors import InvariantError, PeerError
 from dsparkd.executor.plan import StepKind
 from dsparkd.messages import RoutedBatch, Shutdown
 
+FLAVOURS = (
+    {},
+    {"ignore_eos": True},
+    {"prompt_logprobs": True, "top_logprobs": 1},
+    {"stop_ids": [3, 4, 5, 6]},
+    {"min_tokens": 6, "stop_ids": [3, 4, 5, 6]},
+    {"stop_strings": ["c", "de", "fgh"]},
+)
 OPERATION = st.one_of(
     st.tuples(
         st.just("submit"),
@@ -20,6 +28,7 @@ OPERATION = st.one_of(
         st.integers(0, 3),  # which common beginning
         st.integers(1, 40),  # prompt length
         st.integers(1, 20),  # max_tokens
+        st.sampled_from(FLAVOURS),
     ),
     st.tuples(st.just("abort"), st.integers(0, 1_000)),
     st.tuples(st.just("tick"), st.integers(1, 6)),
@@ -31,12 +40,12 @@ def play(lab, pair, script):
     submitted, aborted = [], set()
     for step, operation in enumerate(script):
         if operation[0] == "submit":
-            _, rank, items, family, length, max_tokens = operation
+            _, rank, items, family, length, max_tokens, flavour = operation
             batch = []
             for item in range(items):
                 common = [(family * 5 + index) % lab.VOCAB for index in range(length)]
                 prompt = [*common, (step + item) % lab.VOCAB]
-                batch.append(lab.request(f"r{step}-{item}", prompt, max_tokens))
+                batch.append(lab.request(f"r{step}-{item}", prompt, max_tokens, **flavour))
             pair.ranks[rank].submit(*batch)
             submitted += [(rank, request) for request in batch]
         elif operation[0] == "abort" and submitted:
@@ -67,6 +76,9 @@ def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(lab, script
                 assert ids == expected[: len(ids)]
             else:
                 assert (ids, reason) == (expected, why)
+            first = pair.ranks[rank].deltas[request.request_id][0]
+            if request.sampling.prompt_logprobs and ids:
+                assert tuple(entry.token_id for entry in first.prompt_logprobs) == request.prompt_ids
         for rank in pair.ranks:
             rank.assert_nothing_held()
 
@@ -74,12 +86,12 @@ def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(lab, script
 def test_plans_depend_on_messages_alone(lab):
     """A recorded log replays to the same plans (architecture.md 4), although clocks and sockets differ."""
     script = [
-        ("submit", 0, 5, 1, 30, 12),
+        ("submit", 0, 5, 1, 30, 12, {}),
         ("tick", 3),
-        ("submit", 1, 3, 1, 30, 12),
+        ("submit", 1, 3, 1, 30, 12, {"stop_ids": [3]}),
         ("abort", 2),
         ("tick", 5),
-        ("submit", 0, 4, 1, 25, 9),
+        ("submit", 0, 4, 1, 25, 9, {"prompt_logprobs": True}),
     ]
     plans = []
     for run in range(2):
