@@ -281,9 +281,7 @@ class Supervisor:
         routing = group.create_task(self._run_router(router))
         http: asyncio.Task[None] | None = None
         try:
-            # Before the wait, which may be long: the application reads files that may be wrong.
-            app = self._build_app(self._config, router, self._registry)
-            await self._start(group, router)
+            app = await self._start(group, router)
             if self._stop_signals == 0:
                 server = self._listen()
                 http = group.create_task(self._serve_http(app, server))
@@ -335,14 +333,18 @@ class Supervisor:
         except (StartError, FatalError) as error:
             self._fail(error)
 
-    async def _start(self, group: asyncio.TaskGroup, router: Router) -> None:
+    async def _start(self, group: asyncio.TaskGroup, router: Router) -> Starlette:
         """Return when both ranks and the detokenizer are ready, or when a stop signal came."""
         ready = group.create_task(self._await_ready(router))
         ready.add_done_callback(lambda _: self._changed.set())
         timeout_s = self._config.exchange.startup_timeout_s
         try:
+            await asyncio.sleep(0)  # somebody awaits the children's outcome before anything here can fail
+            # Before the wait, which may be long: the application reads files that may be wrong.
+            app = self._build_app(self._config, router, self._registry)
             if not await self._until(lambda: ready.done() or self._stop_signals > 0, timeout_s):
                 raise FatalError(f"the ranks were not ready within exchange.startup_timeout_s ({timeout_s:g} s)")
+            return app
         finally:
             ready.cancel()
 
