@@ -153,10 +153,7 @@ class Endpoint:
             if message["type"] == "http.response.start":
                 incoming.status = message["status"]
                 incoming.started = True
-                headers = [*message.get("headers", ()), (b"x-request-id", incoming.request_id.encode())]
-                if scope["http_version"] == "2":  # where connections close by other means
-                    headers = [header for header in headers if header[0] != b"connection"]
-                message["headers"] = headers
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", incoming.request_id.encode())]
             await send(message)
 
         try:

@@ -114,8 +114,6 @@ class Intake:
         self._clock = clock
         self._draw_seed = draw_seed
 
-    # --- endpoints ----------------------------------------------------------------------------------------------
-
     def chat(self, raw: bytes, envelope: Envelope) -> ChatWork:
         """Read a body of /v1/chat/completions. Raises RequestError."""
         value = parse_object(raw)
@@ -204,8 +202,6 @@ class Intake:
         shown = (token_id for token_id in ids if not (hide_special and self.tokenizer.is_special(token_id)))
         return b"".join(map(self.tokenizer.token_bytes, shown)).decode(errors="replace")
 
-    # --- checks -------------------------------------------------------------------------------------------------
-
     def require_model(self, model: str) -> None:
         """Raise RequestError 404 for a model that is not served."""
         if model != self.model:
@@ -255,8 +251,6 @@ class Intake:
             return self.encoding.encode_text(prompt, add_bos=add_bos)
         self._require_vocabulary(prompt, param)
         return prompt
-
-    # --- building -----------------------------------------------------------------------------------------------
 
     def _sampling(
         self,

@@ -186,8 +186,6 @@ class Router:
         self._idle.set()
         registry.before_scrape(self._set_gauges)
 
-    # --- life ---------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
         """Move messages until every peer has said farewell. Raises FatalError when one ends or misbehaves first."""
         try:
@@ -252,8 +250,6 @@ class Router:
         """Judge the ranks by what they said last; waits for nobody."""
         known = [snapshot for snapshot in self._snapshots if snapshot is not None]
         return judge_ranks(known, self._clock(), max_age_s=self._health.max_age_s, max_skew_s=self._health.max_skew_s)
-
-    # --- requests -----------------------------------------------------------------------------------------------
 
     async def submit(self, items: Sequence[Item]) -> Submission:
         """Send a whole API batch on its way, or nothing of it.
@@ -389,8 +385,6 @@ class Router:
         if not handle.finished:
             handle.submission.fail(error)
         self._end(handle)
-
-    # --- messages -----------------------------------------------------------------------------------------------
 
     async def _send_to_rank(self, rank: int) -> None:
         outbox = self._outboxes[rank]

@@ -126,6 +126,13 @@ async def test_r15_a_client_that_leaves_is_aborted_in_every_state(
     writer.close()
     assert backend.ranks[0].aborted == ["leave"]
 
+    def counted(status: str) -> float:
+        return metric(backend.registry, "dsparkd_http_requests_total", route="/v1/completions", status=status)
+
+    await backend.until(lambda: sum(map(counted, ("2xx", "4xx", "5xx"))) == 2)
+    assert counted("5xx") == 0
+    assert state != "queued" or counted("4xx") == 1
+
 
 async def test_r15_leaving_a_batch_aborts_all_its_items_that_run(server: Listening) -> None:
     """R-15: each unfinished item by its exact id, none twice."""
@@ -247,7 +254,7 @@ async def test_r04_a_posted_batch_is_one_frame(server: Listening) -> None:
 
 
 async def test_http2_clients_get_answers_and_refusals(server: Listening) -> None:
-    """Headers about connections are illegal in HTTP/2; a refusal that carries one would break the connection."""
+    """Headers about connections are illegal in HTTP/2; a refusal that names one must not break the connection."""
     server.backend.script = say("fine")
     base_url = f"http://127.0.0.1:{server.port}"
     async with httpx.AsyncClient(http1=False, http2=True, base_url=base_url) as client:

@@ -20,9 +20,6 @@ CALL = (
 )
 
 
-# --- chat -----------------------------------------------------------------------------------------------------------
-
-
 async def test_chat_answer_has_the_shape_that_clients_read(server: Served) -> None:
     """Text, finish reason, usage, the drawn seed beside the choice (decision 3), and the request id in the header."""
     server.backend.script = say("Hello", " world", ids=(7, 8))
@@ -202,9 +199,6 @@ async def test_chat_logprobs(server: Served) -> None:
     assert server.requests[-1].sampling.top_logprobs == 0
 
 
-# --- completions ----------------------------------------------------------------------------------------------------
-
-
 async def test_completion_shape(server: Served) -> None:
     """Text completion with usage; BOS in front of text, as the model was trained."""
     body = (await server.complete(prompt="Hi")).json()
@@ -305,9 +299,6 @@ async def test_completion_streams_usage_and_reason(server: Served) -> None:
     streamed = events(await server.complete(stream=True, stream_options={"include_usage": True}))
     assert streamed[-2]["choices"][0]["finish_reason"] == "stop"
     assert streamed[-1]["usage"]["completion_tokens"] == 2
-
-
-# --- admission, errors, ids -----------------------------------------------------------------------------------------
 
 
 async def test_a_stream_that_a_rank_refuses_is_a_json_error(server: Served) -> None:

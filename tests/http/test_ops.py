@@ -140,9 +140,6 @@ async def test_tokenize_renders_chats_as_chat_does(server: Served) -> None:
         assert tuple(counted.json()["tokens"]) == server.requests[-1].prompt_ids
 
 
-# --- the published document -----------------------------------------------------------------------------------------
-
-
 async def test_openapi_lists_every_route_and_every_field(server: Served) -> None:
     """The document is made from the structs; no route may be missing in it, and no body may be open."""
     document = (await server.client.get("/openapi.json")).json()

@@ -28,9 +28,6 @@ def assert_nothing_sent(server: Served) -> None:
     assert server.backend.router.outstanding() == 0
 
 
-# --- the body as bytes ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("raw", "code"),
     [
@@ -91,8 +88,6 @@ async def test_unclosed_strings_are_read_in_linear_time() -> None:
     with pytest.raises(Exception, match="not JSON"):
         parse_object(raw)
 
-
-# --- fields ---------------------------------------------------------------------------------------------------------
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "invalid_value", "model"),
@@ -280,9 +275,6 @@ async def test_d26_ignore_eos_with_a_grammar_is_400(server: Served) -> None:
     assert (error["code"], error["param"]) == ("ignore_eos_with_grammar", "ignore_eos")
 
 
-# --- length ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("max_tokens", [1, 64])
 @pytest.mark.parametrize("over", range(-8, 2))
 async def test_r23_prompts_around_the_context_limit(checkpoint: Path, over: int, max_tokens: int) -> None:
@@ -314,9 +306,6 @@ async def test_r23_long_texts_are_refused_before_they_are_tokenized(server: Serv
         assert "at least" in error["message"]
         assert "4096" in error["message"]
     assert metric(server.backend.registry, "dsparkd_refusals_total", reason="too_large") == 3
-
-
-# --- ranks, batches, ids --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [-1, 2, True, "0", 1.0, HUGE])
@@ -424,9 +413,6 @@ async def test_request_id_headers_that_must_not_be_echoed_are_400(server: Served
         headers={"X-Request-Id": "two"},
     )
     assert error_of(response, 400)["param"] == "request_id"
-
-
-# --- the door -------------------------------------------------------------------------------------------------------
 
 
 async def test_draining_refuses_and_closes(server: Served) -> None:

@@ -36,9 +36,6 @@ def frames(backend: FakeBackend) -> list[list[list[str]]]:
     return [[[r.request_id for r in batch.requests] for batch in rank.batches] for rank in backend.ranks]
 
 
-# --- delivery -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
@@ -128,9 +125,6 @@ async def test_r12_snapshots_are_read_from_the_ranks_channels() -> None:
         await delivered(backend, 2)
         assert backend.ranks[1].request_ids == ["r0", "r1"]
         assert metric(backend.registry, "dsparkd_load_refreshes_total", result="fresh") == 1
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 async def refused(backend: FakeBackend, batch: list) -> RequestError:  # type: ignore[type-arg]
@@ -227,9 +221,6 @@ async def test_r14_an_id_stays_taken_until_its_rank_has_answered() -> None:
         await backend.router.submit([make_item("a", 0)])
 
 
-# --- admission, text, leaving ---------------------------------------------------------------------------------------
-
-
 async def test_admission_waits_for_every_item() -> None:
     """Decision 15: the status line may leave only when all items are in their queues."""
     async with started_backend() as backend:
@@ -309,9 +300,6 @@ async def test_unread_text_beyond_the_buffer_is_an_overrun() -> None:
         assert not overrun.done()
         await backend.say(text_delta("r0", "x" * 4096))
         await asyncio.wait_for(overrun, 5)
-
-
-# --- ends of life ---------------------------------------------------------------------------------------------------
 
 
 async def test_r08_a_frame_that_cannot_be_delivered_fails_all_its_items() -> None:
