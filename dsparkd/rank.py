@@ -52,6 +52,8 @@ log = log_module.get()
 
 # Deltas that the detokenizer, or answers that the parent, has not read: beyond this it is stuck.
 MAX_PENDING_BYTES = 64 << 20
+# Rows of float32 logits over a vocabulary of 129,280 ids: 265 MB that no budget counts.
+PROMPT_LOGIT_TOKENS = 512
 NUM_CRASH_REPORTS = 16  # a rank that fails again and again must not fill the disk
 # L-15: a single tick may take this much longer than the longest of the warm-up before its rank looks dead.
 TICK_MARGIN = 3
@@ -172,9 +174,13 @@ class Rank:
             num_snapshots=executor.sizes.num_snapshots,
             page_tokens=page_tokens,
         )
-        planner = Planner(
-            self._queue, memory, Limits(chunk_tokens, page_tokens, config.kv.snapshot_pages * page_tokens)
+        limits = Limits(
+            chunk_tokens=chunk_tokens,
+            page_tokens=page_tokens,
+            snapshot_tokens=config.kv.snapshot_pages * page_tokens,
+            prompt_logit_tokens=max(PROMPT_LOGIT_TOKENS // page_tokens, 1) * page_tokens,
         )
+        planner = Planner(self._queue, memory, limits)
         texts = Tokenizer.load(Path(config.engine.checkpoint))
         committer = Committer(self._queue, memory, texts, frozenset({executor.model_config.eos_token_id}))
         bounds = Bounds(

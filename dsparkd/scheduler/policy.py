@@ -21,12 +21,14 @@ class Limits:
     """Budgets of one step and the grid of boundaries.
 
     chunk_tokens: prompt tokens in one step. page_tokens: tokens of a page. snapshot_tokens: distance of the boundary
-    snapshots inside long prefills. Both of the others are multiples of page_tokens.
+    snapshots inside long prefills. prompt_logit_tokens: prompt tokens in one step whose log-probabilities are wanted,
+    because each takes a row of logits as wide as the vocabulary. All are multiples of page_tokens.
     """
 
     chunk_tokens: int
     page_tokens: int
     snapshot_tokens: int
+    prompt_logit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,12 @@ class Planner:
         candidates = [*self._queue.running(State.PREFILL), *first_waiting]
         sizes: list[tuple[Request, int]] = []
         left = self._limits.chunk_tokens
+        reads_logits = False
         for position, request in enumerate(candidates):
+            if request.wants_prompt_logits:
+                if reads_logits:
+                    continue  # one of them a step: prompt_logit_tokens bounds its chunk
+                reads_logits = True
             if request.state is State.WAITING and not self._start(request, left):
                 break  # whoever comes behind may not take the memory that this one waits for
             size = self._chunk_size(request, left, others_wait=position + 1 < len(candidates))
@@ -160,6 +167,8 @@ class Planner:
         if request.uses_prefix_cache:
             stops.append(_last_page_end(request, limits.page_tokens))
             stops.append((start // limits.snapshot_tokens + 1) * limits.snapshot_tokens)
+        if request.wants_prompt_logits:
+            stops.append((start // limits.prompt_logit_tokens + 1) * limits.prompt_logit_tokens)
         return min(stop for stop in stops if stop > start)
 
     def _is_boundary(self, request: Request, position: int) -> bool:
@@ -204,9 +213,6 @@ def _chunk_row(request: Request, size: int) -> PlanRow:
     """The next `size` ids of a prefill; only the last chunk samples."""
     start, end = request.num_computed, request.num_computed + size
     is_last = end == request.num_tokens
-    wants_prompt = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(
-        request.message.prompt_ids
-    )
     top = request.message.sampling.top_logprobs or 0
     return PlanRow(
         request_id=request.request_id,
@@ -214,9 +220,9 @@ def _chunk_row(request: Request, size: int) -> PlanRow:
         input_ids=request.ids[start:end],
         start=start,
         page_table=tuple(request.pages),
-        num_logits=size if wants_prompt else int(is_last),
+        num_logits=size if request.wants_prompt_logits else int(is_last),
         sampling=request.message.sampling if is_last else None,
         prompt_ids=request.message.prompt_ids,
         output_ids=request.output_ids,
-        prompt_top_logprobs=top if wants_prompt else None,
+        prompt_top_logprobs=top if request.wants_prompt_logits else None,
     )

@@ -85,6 +85,11 @@ class Request:
         """False where every prompt token's log-probability is wanted: cached tokens are not computed."""
         return not self.message.sampling.prompt_logprobs
 
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be read."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.message.prompt_ids)
+
     def move_to(self, state: State) -> None:
         """Change state. Raises InvariantError for a transition that the module's picture does not have."""
         if state not in _LEGAL[self.state]:

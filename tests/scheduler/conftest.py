@@ -225,7 +225,7 @@ class Rank:
             page_tokens=PAGE,
         )
         self.watch = FakeWatch()
-        limits = Limits(sizes.chunk_tokens, PAGE, sizes.snapshot_pages * PAGE)
+        limits = Limits(sizes.chunk_tokens, PAGE, sizes.snapshot_pages * PAGE, prompt_logit_tokens=2 * PAGE)
         self.planner = Planner(self.queue, self.memory, limits)
         parent_here, parent_there = socket.socketpair()
         text_here, text_there = socket.socketpair()

@@ -157,8 +157,24 @@ def test_prompt_logprobs_bypass_the_prefix_cache(lab, pair):
     assert all(entry.logprob is not None for entry in first.prompt_logprobs[1:])
     assert pair.ranks[0].deltas["echo"][-1].finish.cached_tokens == 0
     rows = [row for plan in pair.ranks[0].device.plans for row in plan.rows if row.request_id == "echo"]
-    assert [row.prompt_top_logprobs for row in rows] == [3, 3, None]
-    assert [row.num_logits for row in rows] == [16, 4, 1]
+    assert [row.prompt_top_logprobs for row in rows] == [3, 3, 3, None]
+    assert [row.num_logits for row in rows] == [8, 8, 4, 1]
+
+
+def test_rows_of_logits_are_bounded_whatever_clients_ask_for(lab):
+    """A step's logits are in no memory budget: one prompt at a time is read, in small chunks; others go past it."""
+    with contextlib.closing(lab.Pair(lab.Sizes(max_rows=8, chunk_tokens=64, num_pages=100))) as pair:
+        rank = pair.ranks[0]
+        echoes = [lab.request(f"e{item}", 30, max_tokens=2, prompt_logprobs=True) for item in range(3)]
+        plain = lab.request("plain", 8, max_tokens=1)
+        rank.submit(*echoes, plain)
+        pair.tick()
+        assert rows_of(rank)[0] == [("e0", 0, 8), ("plain", 0, 4)]
+        pair.drain()
+        for plan in rank.device.plans:
+            assert sum(row.num_logits for row in plan.rows if row.prompt_top_logprobs is not None) <= 8
+        for request in (*echoes, plain):
+            assert rank.output(request.request_id) == lab.expected(request, 64)
 
 
 def test_under_pressure_the_youngest_pays_and_resumes_first(lab):
