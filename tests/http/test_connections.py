@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from dsparkd.config import LimitsConfig
 from dsparkd.http.app import build_app
+from dsparkd.http.intake import CompletionWork, Envelope, Intake
 from dsparkd.messages import Admitted, RoutedBatch, TextDelta, TokenizedRequest
 from tests.http.conftest import MODEL, say
 from tests.routing.fakes import FakeBackend, make_config, make_finish, metric, started_backend, text_delta
@@ -132,6 +134,29 @@ async def test_r15_a_client_that_leaves_is_aborted_in_every_state(
     await backend.until(lambda: sum(map(counted, ("2xx", "4xx", "5xx"))) == 2)
     assert counted("5xx") == 0
     assert state != "queued" or counted("4xx") == 1
+
+
+async def test_r15_leaving_before_dispatch_drops_the_item(server: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R-15: a client that is gone while its prompt is tokenized costs the ranks nothing."""
+    working, go_on = threading.Event(), threading.Event()
+    tokenize = Intake.completion
+
+    def slow(intake: Intake, raw: bytes, envelope: Envelope) -> CompletionWork:
+        working.set()
+        assert go_on.wait(10)
+        return tokenize(intake, raw, envelope)
+
+    monkeypatch.setattr(Intake, "completion", slow)
+    _, writer = await server.post(request("gone"))
+    await server.backend.until(working.is_set)
+    writer.close()
+    registry = server.backend.registry
+    await server.backend.until(
+        lambda: metric(registry, "dsparkd_http_requests_total", route="/v1/completions", status="4xx") == 1
+    )
+    go_on.set()
+    await asyncio.sleep(0.05)
+    assert all(rank.received == [] for rank in server.backend.ranks)
 
 
 async def test_r15_leaving_a_batch_aborts_all_its_items_that_run(server: Listening) -> None:
