@@ -92,6 +92,22 @@ class _Library(Protocol):
         rotary_width: int,
         output: object,
     ) -> int: ...
+    def dsparkd_choose(
+        self,
+        queries: object,
+        weights: object,
+        keys: object,
+        slots: object,
+        slots_stride: int,
+        rows: object,
+        counts: object,
+        num_tokens: int,
+        num_heads: int,
+        width: int,
+        top_k: int,
+        chosen: object,
+        chosen_stride: int,
+    ) -> int: ...
 
 ffi: _Pointers
 lib: _Library

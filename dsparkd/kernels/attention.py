@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsparkd.errors import FatalError
 from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.pointers import floats, integers
 from dsparkd.kernels.rotary import Rotation, rotate_
 from dsparkd.kernels.tiles import KEY_TILE
 
@@ -133,7 +134,7 @@ class CpuAttention:
         """See AttentionKernel."""
         rows = chunk.new_empty((sources.shape[0], chunk.shape[1]))
         lib.dsparkd_gather(
-            _floats(ring), _floats(chunk), _integers(sources), sources.shape[0], chunk.shape[1], _floats(rows)
+            floats(ring), floats(chunk), integers(sources), sources.shape[0], chunk.shape[1], floats(rows)
         )
         return rows
 
@@ -145,19 +146,19 @@ class CpuAttention:
         queries, keys = query.new_empty((T, H, d)), query.new_empty((T, d))
         assert latent.stride(1) == 1
         lib.dsparkd_heads(
-            _floats(query),
+            floats(query),
             ffi.cast("float *", latent.data_ptr()),
             latent.stride(0),
-            _floats(norms),
-            _floats(rotation.cos),
-            _floats(rotation.sin),
+            floats(norms),
+            floats(rotation.cos),
+            floats(rotation.sin),
             T,
             H,
             d,
             rotation.cos.shape[-1],
             eps,
-            _floats(queries),
-            _floats(keys),
+            floats(queries),
+            floats(keys),
         )
         return queries, keys
 
@@ -172,39 +173,25 @@ class CpuAttention:
         slots = window.sources if entries is None else entries.slots
         counts = window.first if entries is None else entries.counts
         failed = lib.dsparkd_attend(
-            _floats(queries),
-            _floats(window.ring),
-            _floats(window.chunk),
-            _integers(window.sources),
-            _integers(window.first),
+            floats(queries),
+            floats(window.ring),
+            floats(window.chunk),
+            integers(window.sources),
+            integers(window.first),
             window.sources.shape[1],
-            _floats(rows),
-            _integers(slots),
+            floats(rows),
+            integers(slots),
             0 if entries is None else slots.shape[1],
-            _integers(counts),
-            _floats(sink),
-            _floats(inverse.cos),
-            _floats(inverse.sin),
+            integers(counts),
+            floats(sink),
+            floats(inverse.cos),
+            floats(inverse.sin),
             n,
             H,
             d,
             inverse.cos.shape[-1],
-            _floats(output),
+            floats(output),
         )
         if failed:
             raise FatalError("out of memory in the attention of a forward pass")
         return output
-
-
-def _floats(tensor: Tensor) -> object:
-    """Pointer to a contiguous float32 tensor's elements; the tensor must outlive the call."""
-    assert tensor.is_contiguous()
-    assert tensor.dtype == torch.float32
-    return ffi.cast("float *", tensor.data_ptr())
-
-
-def _integers(tensor: Tensor) -> object:
-    """Pointer to a contiguous int64 tensor's elements; the tensor must outlive the call."""
-    assert tensor.is_contiguous()
-    assert tensor.dtype == torch.int64
-    return ffi.cast("int64_t *", tensor.data_ptr())

@@ -467,3 +467,96 @@ int dsparkd_attend(const float *queries, const float *ring, const float *chunk, 
     free(logits);
     return 0;
 }
+
+/* scores[l] = sum_h weights[h] * max(0, query[h] . key[l]), in blocks of keys that stay in the cache. */
+DISPATCHED static void score_entries(const float *query, const float *weights, const float *const *keys,
+                                     size_t num_keys, size_t num_heads, size_t width, float *scores)
+{
+    float products[TILE_ROWS * BATCH_ROWS];
+    for (size_t at = 0; at < num_keys; at += BATCH_ROWS) {
+        const size_t count = num_keys - at < BATCH_ROWS ? num_keys - at : BATCH_ROWS;
+        for (size_t l = 0; l < count; l++)
+            scores[at + l] = 0;
+        for (size_t h = 0; h < num_heads;) {
+            const size_t heads = h + TILE_ROWS <= num_heads ? TILE_ROWS : 1;
+            if (heads == TILE_ROWS)
+                score(query + h * width, keys + at, count, width, TILE_ROWS, products);
+            else
+                score(query + h * width, keys + at, count, width, 1, products);
+            for (size_t i = 0; i < heads; i++)
+                for (size_t l = 0; l < count; l++) {
+                    const float product = products[i * count + l];
+                    scores[at + l] += weights[h + i] * (product > 0 ? product : 0);
+                }
+            h += heads;
+        }
+    }
+}
+
+/* Whether entry a comes behind entry b: a lower score, or an equal one and a higher index. */
+INLINE int is_worse(const float *scores, size_t a, size_t b)
+{
+    return scores[a] < scores[b] || (scores[a] == scores[b] && a > b);
+}
+
+/* Let the entry at the root of a heap, worst entry first, sink to its place. */
+static void sift(const float *scores, size_t *heap, size_t size, size_t root)
+{
+    for (;;) {
+        size_t worst = root;
+        for (size_t child = 2 * root + 1; child <= 2 * root + 2 && child < size; child++)
+            if (is_worse(scores, heap[child], heap[worst]))
+                worst = child;
+        if (worst == root)
+            return;
+        size_t entry = heap[root];
+        heap[root] = heap[worst];
+        heap[worst] = entry;
+        root = worst;
+    }
+}
+
+int dsparkd_choose(const float *queries, const float *weights, const float *keys, const int64_t *slots,
+                   size_t slots_stride, const int64_t *rows, const int64_t *counts, size_t num_tokens,
+                   size_t num_heads, size_t width, size_t top_k, int64_t *chosen, size_t chosen_stride)
+{
+    const float **pointers = malloc(slots_stride * sizeof *pointers);
+    float *scores = malloc(slots_stride * sizeof *scores);
+    char *kept = malloc(slots_stride);
+    size_t *heap = malloc(top_k * sizeof *heap);
+    const int failed = pointers == NULL || scores == NULL || kept == NULL || heap == NULL;
+    for (size_t t = 0; !failed && t < num_tokens; t++) {
+        const int64_t *own = slots + (size_t)rows[t] * slots_stride;
+        const size_t count = (size_t)counts[t];
+        int64_t *to = chosen + t * chosen_stride;
+        memset(to, 0, chosen_stride * sizeof *to);
+        if (count <= top_k) {
+            memcpy(to, own, count * sizeof *to);
+            continue;
+        }
+        for (size_t l = 0; l < count; l++)
+            pointers[l] = keys + (size_t)own[l] * width;
+        score_entries(queries + t * num_heads * width, weights + t * num_heads, pointers, count, num_heads, width,
+                      scores);
+        for (size_t l = 0; l < top_k; l++)
+            heap[l] = l;
+        for (size_t root = top_k / 2; root-- > 0;)
+            sift(scores, heap, top_k, root);
+        for (size_t l = top_k; l < count; l++)
+            if (is_worse(scores, heap[0], l)) {
+                heap[0] = l;
+                sift(scores, heap, top_k, 0);
+            }
+        memset(kept, 0, count);
+        for (size_t l = 0; l < top_k; l++)
+            kept[heap[l]] = 1;
+        for (size_t l = 0; l < count; l++)
+            if (kept[l])
+                *to++ = own[l];
+    }
+    free(pointers);
+    free(scores);
+    free(kept);
+    free(heap);
+    return failed ? -1 : 0;
+}

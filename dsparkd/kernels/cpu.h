@@ -52,4 +52,12 @@ int dsparkd_attend(const float *queries, const float *ring, const float *chunk, 
                    const float *sines, size_t num_tokens, size_t num_heads, size_t width, size_t rotary_width,
                    float *output);
 
+/* Choose each token's best entries: chosen [n, chosen_stride] gets up to top_k slots, ascending by entry, then zeros.
+ * queries [n, h, i], weights [n, h], keys: rows of i, by slot. Token t sees the first counts[t] of
+ * slots[rows[t]] [slots_stride]; score = sum_h weight_h * max(0, query_h . key), equal scores to the lower entry.
+ * Returns 0, or -1 when memory runs out. */
+int dsparkd_choose(const float *queries, const float *weights, const float *keys, const int64_t *slots,
+                   size_t slots_stride, const int64_t *rows, const int64_t *counts, size_t num_tokens,
+                   size_t num_heads, size_t width, size_t top_k, int64_t *chosen, size_t chosen_stride);
+
 #endif

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsparkd.errors import FatalError
 from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.pointers import floats, short_integers
 from dsparkd.kernels.tiles import ROW_TILE
 
 
@@ -57,23 +58,18 @@ class CpuExperts:
 
     def __init__(self, shard: ExpertShard) -> None:
         self._shard = shard  # keeps the weights behind the pointers alive
-        for weight in (*shard.w13, *shard.w2):
-            assert weight.is_contiguous()
-        self._w13 = ffi.new("float *[]", [ffi.cast("float *", weight.data_ptr()) for weight in shard.w13])
-        self._w2 = ffi.new("float *[]", [ffi.cast("float *", weight.data_ptr()) for weight in shard.w2])
+        self._w13 = ffi.new("float *[]", [floats(weight) for weight in shard.w13])
+        self._w2 = ffi.new("float *[]", [floats(weight) for weight in shard.w2])
         self._expert_width = shard.w2[0].shape[0]
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel."""
         R, D = x.shape
-        assert x.is_contiguous()
-        assert expert_ids.is_contiguous()
-        assert shares.is_contiguous()
         total = torch.empty_like(x)
         failed = lib.dsparkd_experts(
-            ffi.cast("float *", x.data_ptr()),
-            ffi.cast("int32_t *", expert_ids.data_ptr()),
-            ffi.cast("float *", shares.data_ptr()),
+            floats(x),
+            short_integers(expert_ids),
+            floats(shares),
             R,
             D,
             expert_ids.shape[1],
@@ -83,7 +79,7 @@ class CpuExperts:
             self._w2,
             self._expert_width,
             self._shard.limit,
-            ffi.cast("float *", total.data_ptr()),
+            floats(total),
         )
         if failed:
             raise FatalError("out of memory in the experts of a forward pass")

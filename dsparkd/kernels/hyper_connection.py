@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import CapabilityError
-from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels._cpu import lib
+from dsparkd.kernels.pointers import floats
 
 MAX_STREAMS = 8  # DSPARKD_MAX_STREAMS of cpu.h
 
@@ -89,20 +90,20 @@ class CpuHyperConnection:
         T, S, D = streams.shape
         collapsed = Collapsed(streams.new_empty((T, D)), streams.new_empty((T, S)), streams.new_empty((T, S, S)))
         lib.dsparkd_collapse(
-            _floats(streams),
-            _floats(raw),
-            _floats(mixing.scale),
-            _floats(mixing.base),
-            _floats(mixing.norm),
+            floats(streams),
+            floats(raw),
+            floats(mixing.scale),
+            floats(mixing.base),
+            floats(mixing.norm),
             T,
             S,
             D,
             mixing.iterations,
             mixing.eps,
             mixing.norm_eps,
-            _floats(collapsed.input),
-            _floats(collapsed.post),
-            _floats(collapsed.comb),
+            floats(collapsed.input),
+            floats(collapsed.post),
+            floats(collapsed.comb),
         )
         return collapsed
 
@@ -111,14 +112,14 @@ class CpuHyperConnection:
         T, S, D = streams.shape
         expanded = torch.empty_like(streams)
         lib.dsparkd_expand(
-            _floats(output),
-            _floats(streams),
-            _floats(collapsed.post),
-            _floats(collapsed.comb),
+            floats(output),
+            floats(streams),
+            floats(collapsed.post),
+            floats(collapsed.comb),
             T,
             S,
             D,
-            _floats(expanded),
+            floats(expanded),
         )
         return expanded
 
@@ -151,10 +152,3 @@ def weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-
-
-def _floats(tensor: Tensor) -> object:
-    """Pointer to a contiguous float32 tensor's elements; the tensor must outlive the call."""
-    assert tensor.is_contiguous()
-    assert tensor.dtype == torch.float32
-    return ffi.cast("float *", tensor.data_ptr())

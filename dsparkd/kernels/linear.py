@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels._cpu import lib
+from dsparkd.kernels.pointers import floats
 
 
 class LinearKernel(Protocol):
@@ -43,17 +44,14 @@ class CpuLinear:
     """One C call; float32, one thread."""
 
     def __init__(self, operand: Tensor) -> None:
-        assert operand.is_contiguous()
         self._operand = operand  # keeps the memory behind the pointer alive
-        self._weight = ffi.cast("float *", operand.data_ptr())
+        self._weight = floats(operand)
         self._inner, self._outer = operand.shape
 
     def __call__(self, x: Tensor) -> Tensor:
         """See LinearKernel."""
         num_rows, inner = x.shape
         assert inner == self._inner
-        assert x.is_contiguous()
         out = x.new_empty((num_rows, self._outer))
-        x_pointer, out_pointer = ffi.cast("float *", x.data_ptr()), ffi.cast("float *", out.data_ptr())
-        lib.dsparkd_multiply(x_pointer, self._weight, num_rows, inner, self._outer, out_pointer)
+        lib.dsparkd_multiply(floats(x), self._weight, num_rows, inner, self._outer, floats(out))
         return out

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dsparkd.kernels import attention as kernel
 from dsparkd.kernels.attention import EntryKeys, WindowKeys
+from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
-from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.compressor import Compressor
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.indexer import Indexer
+from dsparkd.model.indexer import Indexer, IndexQuery
 from dsparkd.model.inputs import AttentionMetadata, CompressedMetadata, ForwardInputs
 from dsparkd.model.layers import Linear, RotaryEmbedding, WeightSource, rms_norm
 
@@ -97,10 +97,10 @@ class Attention:
             if keys is not None and new_keys is not None:
                 keys.index_copy_(0, metadata.closing_dst, new_keys)
         ring.index_copy_(0, metadata.store.dst, rows.index_select(0, metadata.store.src))
-        query = weights = None
+        query = None
         if self._indexer is not None and max(metadata.block_counts) > self._indexer.topk:
-            query, weights = self._indexer.query(residual, x32, rotations.forward)
-        return _Entries(metadata, slots, keys, query, weights)
+            query = self._indexer.query(residual, x32, rotations.forward)
+        return _Entries(metadata, slots, keys, query)
 
     def _storage(
         self, attention: AttentionMetadata, pool: KVPool
@@ -139,30 +139,23 @@ class Attention:
     def _choose(self, entries: _Entries, b: int, part: slice) -> EntryKeys | None:
         """Compressed keys of one block: all that a token sees, or the indexer's choice. None when no token sees one."""
         metadata = entries.metadata
-        most, counts = metadata.block_counts[b], metadata.counts[part]
-        if not most:
+        counts = metadata.counts[part]
+        visible = Visible(metadata.entry_slots, metadata.row_ids[part], counts, metadata.block_counts[b])
+        if not visible.most:
             return None
-        width = -(-most // KEY_TILE) * KEY_TILE
-        slots = metadata.entry_slots[:, :width].index_select(0, metadata.row_ids[part])
-        # An entry of the row that closes later in the chunk is this token's future.
-        hidden = torch.arange(width, device=slots.device) >= counts[:, None]
-        slots.masked_fill_(hidden, 0)
-        if self._indexer is None or most <= self._indexer.topk:
-            return EntryKeys(entries.entries, slots, counts)
+        if self._indexer is None or visible.most <= self._indexer.topk:
+            return EntryKeys(entries.entries, visible.expand()[0], counts)
         assert entries.keys is not None
         assert entries.query is not None
-        assert entries.weights is not None
-        keys = entries.keys.index_select(0, slots.view(-1)).view(*slots.shape, -1).float()
-        slots = self._indexer.select(entries.query[part], entries.weights[part], keys, slots, hidden)
+        slots = self._indexer.choose(entries.query, part, entries.keys, visible)
         return EntryKeys(entries.entries, slots, counts.clamp(max=self._indexer.topk))
 
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """What a layer's queries read of its compressed branch; query and weights only when entries are scored."""
+    """What a layer's queries read of its compressed branch; query only when entries are scored."""
 
     metadata: CompressedMetadata
     entries: Tensor
     keys: Tensor | None
-    query: Tensor | None
-    weights: Tensor | None
+    query: IndexQuery | None
