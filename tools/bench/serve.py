@@ -40,7 +40,7 @@ class Profile:
     rounds: int
 
 
-PROFILES = {"short": Profile(concurrency=32, lengths=(48, 160), output_tokens=32, rounds=2)}
+PROFILES = {"short": Profile(concurrency=32, lengths=(48, 160), output_tokens=24, rounds=2)}
 
 
 @dataclass(frozen=True)
