@@ -74,6 +74,21 @@ class PrefixTree:
             self._touch(found.node)
         return found
 
+    def shared_tokens(self, ids: Sequence[int]) -> int:
+        """Tokens of the longest proper prefix of ids that somebody has computed, resumable or not.
+
+        Where it is longer than a match, sequences part at a boundary without a snapshot, typically behind a common
+        system prompt: whoever computes it again should leave one there.
+        """
+        node, depth = self._root, 0
+        for key in self._keys(ids, (len(ids) - 1) // self._page_tokens):
+            child = node.children.get(key)
+            if child is None:
+                break
+            node = child
+            depth += 1
+        return depth * self._page_tokens
+
     def lock(self, node: Node) -> None:
         """Keep the node's snapshot until `unlock`: a slot is about to be filled from it."""
         if node.snapshot is None:

@@ -165,7 +165,7 @@ class Planner:
         limits, start = self._limits, request.num_computed
         stops = [request.num_tokens]
         if request.uses_prefix_cache:
-            stops.append(_last_page_end(request, limits.page_tokens))
+            stops += [request.branch_tokens, _last_page_end(request, limits.page_tokens)]
             stops.append((start // limits.snapshot_tokens + 1) * limits.snapshot_tokens)
         if request.wants_prompt_logits:
             stops.append((start // limits.prompt_logit_tokens + 1) * limits.prompt_logit_tokens)
@@ -174,15 +174,15 @@ class Planner:
     def _is_boundary(self, request: Request, position: int) -> bool:
         """Whether the rings are worth a snapshot when the sequence stands at position.
 
-        In a prefill: every snapshot_tokens, at the last page end that an equal prompt can resume from, and at the
-        prompt's own end if that is a page end. While decoding: at every page end.
+        In a prefill: every snapshot_tokens, where other sequences part from this one, at the last page end that an
+        equal prompt can resume from, and at the prompt's own end if that is one. While decoding: at every page end.
         """
         limits = self._limits
         if not request.uses_prefix_cache or position % limits.page_tokens:
             return False
         if request.state is State.DECODE:
             return True
-        ends = (_last_page_end(request, limits.page_tokens), request.num_tokens)
+        ends = (request.branch_tokens, _last_page_end(request, limits.page_tokens), request.num_tokens)
         return position in ends or position % limits.snapshot_tokens == 0
 
 

@@ -62,6 +62,7 @@ class Request:
         self.slot = 0
         self.pages: list[int] = []
         self.locked: Node | None = None
+        self.branch_tokens = 0  # where the tree's other sequences part from this one
         self.pending_start: SlotStart | None = None
         self.decode_snapshot: tuple[Node, int] | None = None
 
@@ -117,6 +118,7 @@ class Memory:
         if not self.slots.num_free:
             return False
         match = self.tree.match(request.ids) if request.uses_prefix_cache else None
+        branch_tokens = self.tree.shared_tokens(request.ids) if request.uses_prefix_cache else 0
         prefix = match.pages if match is not None else ()
         # Before anything is evicted: the prefix itself must not be.
         self.pages.retain(prefix)
@@ -132,6 +134,7 @@ class Memory:
             raise InvariantError(f"{needed} pages were available and are not")
         request.pages = [*prefix, *grown]
         request.slot = self.slots.allocate()
+        request.branch_tokens = branch_tokens
         request.num_computed = match.num_tokens if match is not None else 0
         request.pending_start = SlotStart(
             slot=request.slot, snapshot=match.snapshot if match is not None else None, position=request.num_computed

@@ -88,6 +88,19 @@ def test_the_key_is_the_whole_path_not_the_page() -> None:
     assert cache.hit(ids(2, 5)) == 0
 
 
+@pytest.mark.parametrize(
+    ("sequence", "expected"),
+    [((1, 2, 8), 2), ((1, 9), 1), ((9, 2), 0), ((1, 2, 3), 3), ((1, 2, 3, 4), 3)],
+)
+def test_shared_tokens_count_pages_without_a_snapshot_too(sequence: tuple[int, ...], expected: int) -> None:
+    """Where sequences part is where the next snapshot pays; it is never the whole of a prompt."""
+    cache = Cache()
+    cache.put(ids(1, 2, 3))
+    assert cache.tree.shared_tokens([*ids(*sequence), 0]) == expected * PAGE
+    assert cache.tree.shared_tokens(ids(1, 2, 3)) == 2 * PAGE
+    assert cache.hit(ids(1, 2, 8)) == 0
+
+
 def test_a_page_that_the_tree_has_is_kept_and_the_newcomers_freed() -> None:
     """Two requests computed one prefix at once: it is stored once, and both go on with the same pages."""
     cache = Cache()

@@ -120,6 +120,20 @@ def test_an_equal_prompt_computes_only_its_last_page(lab, pair, length):
     assert pair.ranks[0].value("dsparkd_cached_prompt_tokens_total", "device") == cached
 
 
+def test_the_end_of_a_common_beginning_gets_a_snapshot_from_the_second_user_on(lab, pair):
+    """model.md 4.4: a system prompt shorter than the snapshot grid would never be hit: each prompt ends elsewhere."""
+    system = [token % lab.VOCAB for token in range(10)]  # two pages and a half
+    users = [lab.request(f"u{user}", [*system, *[20 + user] * 9], max_tokens=2) for user in range(4)]
+    for request in users:
+        pair.ranks[0].submit(request)
+        pair.drain()
+    assert [pair.ranks[0].deltas[request.request_id][-1].finish.cached_tokens for request in users] == [0, 0, 8, 8]
+    for request in users:
+        assert pair.ranks[0].output(request.request_id) == lab.expected(request, 64)
+    saved = [save.position for plan in pair.ranks[0].device.plans for save in plan.snapshot_saves]
+    assert saved.count(8) == 1, "who resumes from it does not save it again"
+
+
 def test_the_next_turn_resumes_behind_the_last_answer(lab, pair):
     """decisions.md 10: the last page end crossed while decoding carries a snapshot, the ones before it do not."""
     first = lab.request("turn1", 6, max_tokens=20, ignore_eos=True)
