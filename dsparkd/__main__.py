@@ -82,9 +82,6 @@ def _build_app(config: Config, router: Router, registry: Registry) -> Starlette:
     return build_app(config, router, registry)
 
 
-# ---- check-config
-
-
 def render_config(config: Config) -> str:
     """Return the resolved tree as TOML; a key without a value is a comment."""
     lines = []

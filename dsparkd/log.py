@@ -6,11 +6,11 @@ people.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import sys
 import traceback
-from typing import Literal, cast
+from typing import BinaryIO, Literal, cast
 
 import orjson
 import structlog
@@ -38,8 +38,7 @@ def configure(
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        # One write call a line: lines of several processes on one pipe do not mix.
-        logger_factory=structlog.BytesLoggerFactory(sys.stderr.buffer),
+        logger_factory=structlog.BytesLoggerFactory(cast(BinaryIO, _StandardError())),
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
@@ -50,6 +49,19 @@ def configure(
 def get() -> FilteringBoundLogger:
     """Return the logger; it may be bound with a request_id and is valid before and after `configure`."""
     return cast(FilteringBoundLogger, structlog.get_logger())
+
+
+class _StandardError:
+    """Standard error without a buffer: one write call a line, so lines of several processes on one pipe do not mix."""
+
+    def write(self, line: bytes) -> int:
+        """Write one line; lose it when nobody can take it, for the work that it tells of must not fail by it."""
+        with contextlib.suppress(OSError):
+            return os.write(2, line)
+        return 0
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def _bind_process(role: str, dp_rank: int | None) -> Processor:
@@ -86,8 +98,9 @@ def _representable(value: object) -> object:
 def _render_console(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
     """`12:34:56 warning rank1  event_name  key=value`; an exception's lines follow."""
     time_of_day = event.pop("ts")[11:19]
-    rank = event.pop("dp_rank", "")
-    who = f"{event.pop('role')}{rank}"
+    who = event.pop("role")
+    if who == "rank":
+        who += str(event.pop("dp_rank", ""))
     event.pop("pid")
     line = f"{time_of_day} {event.pop('level'):<7} {who:<11} {event.pop('event')}"
     error = event.pop("exc_info", None)

@@ -53,9 +53,6 @@ RANK_PATH = "dsparkd.rank:main"
 DETOKENIZER_PATH = "dsparkd.detokenizer:main"
 
 
-# ---- children
-
-
 @dataclass
 class Child:
     """One child process; owned by the event loop once it is watched. exit_code is negative for a signal."""
@@ -211,9 +208,6 @@ class ChildWatch:
                     await child.ended.wait()
 
 
-# ---- the server
-
-
 def bind_listener(config: ServerConfig) -> socket.socket:
     """Reserve the configured address; nobody can connect before `listen`. Raises ConfigError."""
     try:
@@ -305,8 +299,6 @@ class Supervisor:
         log.info("stopped", exit_code=code)
         return code
 
-    # ---- start
-
     async def _open_router(self) -> Router:
         from dsparkd.ipc.channel import AsyncChannel
         from dsparkd.messages import decode_from_detokenizer, decode_from_rank
@@ -378,8 +370,9 @@ class Supervisor:
         url = f"http://{host}:{self._config.server.port}"
         log.info("listening", url=url)
         if self._config.log.format == "console":
-            sys.stdout.write(f"dsparkd: listening on {url} (Ctrl-C stops it)\n")
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # nobody reads it: no reason to stop
+                sys.stdout.write(f"dsparkd: listening on {url} (Ctrl-C stops it)\n")
+                sys.stdout.flush()
         system.notify(f"READY=1\nSTATUS=listening on {url}")
 
     def _listen(self) -> hypercorn.Config:
@@ -406,8 +399,6 @@ class Supervisor:
         await hypercorn.asyncio.serve(
             cast("ASGIFramework", app), server, shutdown_trigger=self._http_stop.wait, mode="asgi"
         )
-
-    # ---- stop
 
     def _on_signal(self, number: int) -> None:
         self._stop_signals += 1

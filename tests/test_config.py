@@ -226,9 +226,6 @@ def test_the_tree_is_frozen() -> None:
         KVConfig()
 
 
-# ---- conf/
-
-
 def test_the_reference_names_every_key_with_its_default() -> None:
     """C-01, Q-12: conf/dsparkd.toml and the code have equal keys and equal defaults."""
     text = (ROOT / "conf" / "dsparkd.toml").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Literal
@@ -139,3 +140,21 @@ def test_values_that_json_lacks_are_written_as_text(stderr: pytest.CaptureFixtur
 
     (line,) = lines(stderr)
     assert json.loads(line)["error"] == "x"
+
+
+def test_a_log_that_nobody_takes_stops_nothing() -> None:
+    """`dsparkd 2>&1 | head -1`, or a terminal that was closed: the server goes on."""
+    code = """
+import os
+from dsparkd import log
+log.configure("parent", None, "json", "info")
+read_end, write_end = os.pipe()
+os.dup2(write_end, 2)
+os.close(read_end)
+os.close(write_end)
+log.get().info("rank_ready", text="x" * 100_000)
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (done.stdout, done.returncode) == ("alive\n", 0)

@@ -33,9 +33,6 @@ def value(registry: Registry, name: str, **labels: str) -> float:
     return series(registry)[name, frozenset(labels.items())]
 
 
-# ---- families
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_names_types_units_and_help_follow_the_rules(family: metrics.Family) -> None:
     """M-01: prefix, unit, _total; M-05: each per-rank help text says how to aggregate."""
@@ -69,9 +66,6 @@ def test_an_empty_registry_serves_every_family_and_no_other() -> None:
         (family.name, family.kind) for family in FAMILIES
     ]
     assert all(f"# HELP {family.name} {family.help}" in text for family in FAMILIES)
-
-
-# ---- counting
 
 
 def test_values_of_all_sources_are_exact() -> None:
@@ -168,9 +162,6 @@ def test_gauges_of_the_moment_are_set_at_each_scrape() -> None:
 
     assert value(registry, "dsparkd_snapshot_age_seconds", dp_rank="0") == 1.0
     assert value(registry, "dsparkd_snapshot_age_seconds", dp_rank="0") == 2.0
-
-
-# ---- closed sets
 
 
 def test_values_outside_the_closed_sets_are_bugs() -> None:

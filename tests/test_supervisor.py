@@ -85,9 +85,6 @@ def names(server: Server) -> list[str]:
     return [str(fields["event"]) for fields in server.events()]
 
 
-# ---- orderly stop
-
-
 def test_an_idle_stop_is_clean_and_in_order(server: Server) -> None:
     """L-33: drain, shutdown, children, parent; exit 0 and no ERROR line."""
     assert server.stop(20) == 0
@@ -202,9 +199,6 @@ def test_streams_keep_flowing_while_children_are_awaited(server: Server) -> None
     assert server.wait_exit(20) == 0
 
 
-# ---- unexpected ends
-
-
 @pytest.mark.parametrize("child", ["rank 0", "rank 1", "detokenizer"])
 @pytest.mark.parametrize(
     ("number", "how"),
@@ -238,9 +232,6 @@ def test_children_die_with_a_parent_that_is_killed(server: Server) -> None:
     server.process.wait()
 
     assert_nothing_left(server)
-
-
-# ---- failed starts
 
 
 @pytest.mark.parametrize("process", ["rank0", "rank1", "detokenizer"])
@@ -296,9 +287,6 @@ def test_a_restart_works_right_after_any_kind_of_end() -> None:
             else:
                 os.kill(server.children()["rank 0"], signal.SIGKILL)
                 assert server.wait_exit(15) == 70
-
-
-# ---- parts
 
 
 def test_a_taken_port_is_a_start_failure_that_names_the_key() -> None:

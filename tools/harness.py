@@ -111,8 +111,6 @@ class Server:
         self.kill()
         self._directory.cleanup()
 
-    # ---- log
-
     def log_text(self) -> str:
         """Return everything that the server wrote."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
@@ -140,8 +138,6 @@ class Server:
                 raise ServerFailed(f"ended ({self.process.returncode}) before {event!r}\n{self.log_text()[-4000:]}")
             time.sleep(POLL_S)
         return found
-
-    # ---- state
 
     def wait_ready(self, timeout_s: float = 120) -> Server:
         """Wait until requests are welcome. Raises ServerFailed."""
@@ -177,8 +173,6 @@ class Server:
     def pids(self) -> list[int]:
         """Return the pids of the server and of its children."""
         return [self.pid, *self.children().values()]
-
-    # ---- end
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the parent."""

@@ -95,9 +95,6 @@ def describe(line: Line, outcomes: list[Outcome]) -> None:
         line.faults.append(f"{ends['broken']} streams broke off: {next(o.error for o in outcomes if not o.readable)}")
 
 
-# ---- scenarios
-
-
 def idle(number: int) -> Scenario:
     """A signal to a server without work."""
 
@@ -212,9 +209,6 @@ def kill_any(victim: str) -> Scenario:
         line.seconds = time.monotonic() - begun
 
     return play
-
-
-# ---- the gate
 
 
 def scenarios(count: int) -> list[tuple[Line, Scenario, Tables]]:
