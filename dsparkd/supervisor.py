@@ -44,6 +44,7 @@ ABORT_TIMEOUT_S = 5.0  # from aborting what is left to the last final event
 SURVIVOR_GRACE_S = 5.0  # L-38: how long the others get after an unexpected end
 HTTP_GRACE_S = 2.0  # for the last bytes of responses that have their final event
 BACKLOG = 1024  # connections that wait to be accepted
+UNREAD_TIMEOUT_MS = 60_000  # how long the kernel keeps a connection whose other end takes nothing more
 CAUSE_WINDOW_S = 0.5  # how much later than its sender's end a message may be read that says more than the end
 CONSEQUENCE_DELAY_S = 0.1  # how much later than its cause the end may be seen that it brought about
 PROGRESS_INTERVAL_S = 5
@@ -218,7 +219,10 @@ def bind_listener(config: ServerConfig) -> socket.socket:
     try:
         # A restart finds connections of the last run in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
+        # Accepted connections inherit these. A client that was ended because it does not read would otherwise keep its
+        # connection, and the megabytes that the kernel holds for it, for as long as it lives.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_MS)
         listener.bind(address)
     except OSError as error:
         listener.close()
