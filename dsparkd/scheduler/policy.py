@@ -119,6 +119,8 @@ class Planner:
                 if reads_logits:
                     continue  # one of them a step: prompt_logit_tokens bounds its chunk
                 reads_logits = True
+            if request.state is State.WAITING and self._awaits_a_prefix(request):
+                continue
             if request.state is State.WAITING and not self._start(request, left):
                 break  # whoever comes behind may not take the memory that this one waits for
             size = self._chunk_size(request, left, others_wait=position + 1 < len(candidates))
@@ -146,6 +148,27 @@ class Planner:
             return False
         self._queue.start(request)
         return True
+
+    def _awaits_a_prefix(self, request: Request) -> bool:
+        """Whether a running prefill is about to leave a boundary in the tree that this request can start from.
+
+        The choices of one prompt arrive together: the first computes it, the others wait for its boundaries, which
+        takes them no longer than computing the same tokens side by side.
+        """
+        if not request.uses_prefix_cache:
+            return False
+        ids, page_tokens = request.ids, self._limits.page_tokens
+        for running in self._queue.running(State.PREFILL):
+            stop = self._next_stop(running)
+            # The first page tells most strangers apart without a copy of both sequences.
+            if (
+                stop < len(ids)
+                and self._is_boundary(running, stop)
+                and ids[:page_tokens] == running.ids[:page_tokens]
+                and ids[:stop] == running.ids[:stop]
+            ):
+                return True
+        return False
 
     def _chunk_size(self, request: Request, left: int, others_wait: bool) -> int:
         """Tokens of one request's next chunk: up to the next boundary, the budget, and its fair share.

@@ -134,6 +134,33 @@ def test_the_end_of_a_common_beginning_gets_a_snapshot_from_the_second_user_on(l
     assert saved.count(8) == 1, "who resumes from it does not save it again"
 
 
+def test_choices_of_one_prompt_compute_it_once(lab, pair):
+    """n = 4 arrives as four requests at once: one prefill, and three that start where it left a snapshot."""
+    prompt = [token % lab.VOCAB for token in range(42)]
+    choices = [lab.request(f"c{choice}", prompt, max_tokens=3) for choice in range(4)]
+    stranger = lab.request("stranger", 6, max_tokens=1)
+    pair.ranks[0].submit(*choices, stranger)
+    pair.tick()
+    assert [row[0] for row in rows_of(pair.ranks[0])[0]] == ["c0", "stranger"], "others go past those that wait"
+    pair.drain()
+    deltas = pair.ranks[0].deltas
+    assert [deltas[request.request_id][-1].finish.cached_tokens for request in choices] == [0, 40, 40, 40]
+    for request in choices:
+        assert pair.ranks[0].output(request.request_id) == lab.expected(request, 64)
+
+
+def test_a_request_does_not_wait_for_a_prefix_that_nobody_computes_any_more(lab, pair):
+    """The first choice is aborted in the middle: the second takes over."""
+    prompt = [token % lab.VOCAB for token in range(42)]
+    choices = [lab.request(f"c{choice}", prompt, max_tokens=3) for choice in range(2)]
+    pair.ranks[0].submit(*choices)
+    pair.tick(2)
+    pair.ranks[0].abort("c0")
+    pair.drain()
+    assert pair.ranks[0].output("c1") == lab.expected(choices[1], 64)
+    assert pair.ranks[0].deltas["c1"][-1].finish.cached_tokens == 32
+
+
 def test_the_next_turn_resumes_behind_the_last_answer(lab, pair):
     """decisions.md 10: the last page end crossed while decoding carries a snapshot, the ones before it do not."""
     first = lab.request("turn1", 6, max_tokens=20, ignore_eos=True)
