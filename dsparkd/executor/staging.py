@@ -26,8 +26,8 @@ from dsparkd.model.inputs import (
 
 Ints = NDArray[np.int64]
 
-BLOCK_TOKENS = 256  # tokens whose keys are gathered at once
-BLOCK_BYTES = 64 << 20  # and the bytes that those keys may take
+BLOCK_TOKENS = 256  # tokens whose keys a kernel may gather at once
+BLOCK_BYTES = 64 << 20  # and the bytes that those keys may take, in float32
 
 
 def pad_rows(count: int) -> int:
@@ -37,8 +37,7 @@ def pad_rows(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Host-side facts of a step: per row [B] and per padded token [T]. Padding looks like a sequence of its own
-    in the null slot whose only token, at position 0, is itself."""
+    """Host-side facts of a step: per row [B] and per padded token [T]; padding is at position 0 of the null slot."""
 
     slots: Ints
     starts: Ints

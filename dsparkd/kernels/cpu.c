@@ -257,6 +257,8 @@ int dsparkd_experts(const float *x, const int32_t *expert_ids, const float *shar
                     size_t top_k, int32_t first, int32_t count, const float *const *w13, const float *const *w2,
                     size_t expert_width, float limit, float *total)
 {
+    if (num_rows == 0)
+        return 0; /* then the pointers may be null */
     const size_t D = width, I = expert_width, num_choices = num_rows * top_k;
     float *scratch = malloc(BATCH_ROWS * (3 * I + D) * sizeof(float));
     if (scratch == NULL)

@@ -1,6 +1,6 @@
 /* Forward-pass kernels for the cpu device, float32, one thread. Every row's result depends on that row alone, and is
  * computed by the same operations in the same order whatever the number of rows: so bits do not depend on the batch.
- * No pointer may be null; matrices are row-major and contiguous. */
+ * No pointer may be null unless there are no rows; matrices are row-major and contiguous. */
 #ifndef DSPARKD_KERNELS_CPU_H
 #define DSPARKD_KERNELS_CPU_H
 

@@ -44,11 +44,9 @@ class Rotations:
 class Attention:
     """One layer's attention; kind_index counts the layers of its kind, and addresses the pool."""
 
-    def __init__(
-        self, config: ModelConfig, source: WeightSource, layer: int, name: str | None = None, ratio: int | None = None
-    ) -> None:
-        name = f"layers.{layer}.attn" if name is None else name
-        self.ratio = config.compress_ratios[layer] if ratio is None else ratio
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int) -> None:
+        name = f"layers.{layer}.attn"
+        self.ratio = config.compress_ratios[layer]
         self._layer = layer
         self._kind_index = config.compress_ratios[:layer].count(self.ratio)
         self._heads, self._width = config.num_attention_heads, config.head_dim

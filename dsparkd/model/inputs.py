@@ -1,6 +1,6 @@
 """ForwardInputs and AttentionMetadata: what a forward pass reads, laid out by executor/staging.py.
 
-Letters: T padded tokens, B rows, W window, M gathered rows, N closing entries, E entries a row may see.
+Letters: T padded tokens, B rows, W window, N closing entries, E entries a row may see.
 All index tensors are int64 on the model's device. Padding tokens are the last ones; they are routed to no expert,
 store nothing, and attend to nothing.
 

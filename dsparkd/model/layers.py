@@ -1,6 +1,6 @@
 """RMSNorm, linear, RoPE and the activations that several layers share.
 
-Every function here gives a row the same bits in any batch on the cpu in float32. Therefore torch.sigmoid, silu and
+Every function here gives a row the same bits in any batch on the cpu in float32. Therefore torch.sigmoid and
 softplus are spelled with exp (their vector bodies and tails differ), sums over a dimension that is not the last are
 adds in a fixed order, and products that could be contracted to a fused multiply-add are separate operations.
 
