@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -78,11 +79,15 @@ def run_step(step: Step, directory: Path) -> Result:
     began = time.perf_counter()
     path = directory / f"{step.name}.txt"
     with path.open("wb") as output:
+        # A session of its own, so that a step past its limit takes the servers that it started along.
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            code: int | None = subprocess.run(
-                step.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=step.limit_s, check=False
-            ).returncode
+            code: int | None = process.wait(step.limit_s)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             code = None
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     seconds = round(time.perf_counter() - began, 1)

@@ -1,0 +1,45 @@
+"""When a difference between two devices counts as rounding, and when it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.gates.cuda_ids import compare
+from tools.workload import Answer
+
+
+def answer(tokens: str, logprobs: list[float], margins: list[float] | None = None) -> Answer:
+    """An answer of one-letter tokens."""
+    return Answer(tuple(tokens), tuple(logprobs), tokens, "length", tuple(margins or [1.0] * len(tokens)), 0)
+
+
+@pytest.mark.parametrize(("lead", "unexplained"), [(0.19, 0), (0.21, 1)])
+def test_a_difference_is_explained_only_by_a_lead_within_twice_the_rounding(lead: float, unexplained: int) -> None:
+    """Both candidates move by at most the rounding, in opposite directions; a larger lead cannot be overturned."""
+    base = [answer("abc", [-1.0, -1.0, -1.0], [5.0, 5.0, lead])]
+    other = [answer("abd", [-1.0, -1.1, -9.0])]
+
+    got = compare("cuda", "bfloat16", base, other, 2, 1.0)
+
+    assert (got.differing, got.agreeing_ids, got.compared_ids) == (1, 2, 3)
+    assert got.rounding == pytest.approx(0.1)
+    assert got.unexplained == unexplained
+    assert got.ok == (unexplained == 0)
+
+
+def test_what_follows_a_difference_is_not_compared() -> None:
+    """Behind it the two continue different texts, so neither ids nor log-probabilities mean anything."""
+    base = [answer("abcd", [-1.0] * 4, [0.0] * 4)]
+    other = [answer("axcd", [-1.0, -2.0, -50.0, -50.0])]
+
+    got = compare("cuda", "float32", base, other, 2, 1.0)
+
+    assert (got.differing, got.agreeing_ids, got.rounding) == (1, 1, 0.0)
+
+
+def test_an_idle_rank_fails_the_gate_however_equal_the_ids() -> None:
+    """One GPU that did all the work proves nothing about two."""
+    same = [answer("ab", [-1.0, -1.0])]
+
+    assert compare("cuda", "float32", same, same, 2, 1.0).ok
+    assert not compare("cuda", "float32", same, same, 1, 1.0).ok

@@ -1,0 +1,53 @@
+"""How the invariance gate counts, and what it takes as proof."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.gates import invariance
+from tools.gates.invariance import Way
+from tools.workload import Answer, Item
+
+
+def answer(cached_tokens: int) -> Answer:
+    """An answer of which only the cached tokens matter."""
+    return Answer(("a",), (-1.0,), "a", "length", (), cached_tokens)
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "count"), [("abc", "abc", 0), ("abc", "axc", 1), ("abc", "ab", 1), ("ab", "axyz", 3)]
+)
+def test_a_shorter_or_longer_run_differs_in_what_the_other_lacks(base: str, other: str, count: int) -> None:
+    """A run that ended early must not look equal because its beginning is."""
+    assert invariance._num_differing(tuple(base), tuple(other)) == count
+
+
+def test_a_prefix_hit_is_proven_by_every_long_prompt() -> None:
+    """One that was computed cold would be compared with itself."""
+    items = [Item([3] * length, {}, 4) for length in (100, 300, 600)]
+
+    assert invariance._hits(items, [answer(0), answer(256), answer(512)])[1]
+    assert not invariance._hits(items, [answer(0), answer(0), answer(512)])[1]
+    assert not invariance._hits(items[:1], [answer(0)])[1]
+    assert invariance._no_hits(items, [answer(0)] * 3)[1]
+    assert not invariance._no_hits(items, [answer(0), answer(256), answer(0)])[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ids", "logprobs", "proven", "ok"),
+    [
+        ("float32", 0, 0, True, True),
+        ("float32", 1, 1, True, False),
+        ("float32", 0, 1, True, False),
+        ("float32", 0, 0, False, False),
+        ("bfloat16", 3, 9, True, True),
+        ("bfloat16", 0, 0, False, False),
+    ],
+)
+def test_float32_must_be_exact_and_every_way_proven(
+    dtype: str, ids: int, logprobs: int, proven: bool, ok: bool
+) -> None:
+    """A way that was not taken shows nothing, whatever the counts."""
+    way = Way("way", dtype, ids, ids, logprobs, 100, "proof", proven, 1.0)
+
+    assert way.ok == ok
