@@ -82,6 +82,10 @@ class PageAllocator:
         """Whether the prefix tree is the page's only holder."""
         return self._in_tree[page] and self._holders[page] == 1
 
+    def is_shared(self, page: int) -> bool:
+        """Whether the page has more than one holder."""
+        return self._holders[page] > 1
+
     def allocate(self, count: int) -> list[int]:
         """Take count pages, one holder each. Raises InvariantError when fewer are free."""
         if count > len(self._free):

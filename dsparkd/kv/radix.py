@@ -106,19 +106,29 @@ class PrefixTree:
 
         Returns the last node and the tree's pages for the prefix. Where the tree had a page already it keeps its own,
         and the caller goes on with that one: holders of a page then always hold the whole path above it, so that every
-        cached page can really be evicted. A snapshot that the node has already is kept and the new one freed.
+        cached page can really be evicted. A snapshot that the node has already is kept and the new one freed. Where
+        the rule could not be kept, nothing is added and the snapshot freed; the node and the pages are then those of
+        the part of the prefix that the tree has.
         """
         count, rest = divmod(len(ids), self._page_tokens)
         if rest or not count or len(pages) < count:
             raise InvariantError(f"insert of {len(ids)} tokens in {len(pages)} pages of {self._page_tokens}")
         node, chain = self._root, list[int]()
-        for key, page in zip(self._keys(ids, count), pages, strict=False):
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = Node(key, node, page)
-                self._pages.enter_tree(page)
+        keys = list(self._keys(ids, count))
+        while len(chain) < count and (child := node.children.get(keys[len(chain)])) is not None:
             node = child
             chain.append(node.page)
+        missing = list(zip(keys, pages, strict=False))[len(chain) :]
+        # Whoever else holds one of these got it together with the caller's pages above, not with the tree's: the tree's
+        # would look evictable, and stand above a page that is not.
+        if list(pages[: len(chain)]) != chain and any(self._pages.is_shared(page) for _, page in missing):
+            self._snapshots.free(snapshot)
+            return node, tuple(chain)
+        for key, page in missing:
+            child = node.children[key] = Node(key, node, page)
+            self._pages.enter_tree(page)
+            node = child
+            chain.append(page)
         if node.snapshot is None:
             node.snapshot = snapshot
         else:

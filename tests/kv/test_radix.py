@@ -230,6 +230,48 @@ def test_a_replaced_snapshot_leaves_its_pages_to_the_deeper_one() -> None:
     assert cache.snapshots.num_used == 1
 
 
+def test_pages_that_somebody_else_holds_do_not_enter_below_a_page_that_he_does_not() -> None:
+    """A page held without the path above it cannot be evicted, and all of that path would count as if it could."""
+    cache = Cache(num_pages=9, num_snapshots=2)
+
+    def leave(sequence: Sequence[int], pages: list[int]) -> None:
+        """As a request does at a boundary, which then goes on with the tree's pages."""
+        snapshot = cache.tree.allocate_snapshot()
+        assert snapshot is not None
+        _, kept = cache.tree.insert(sequence, pages, snapshot)
+        cache.pages.retain(kept)
+        cache.pages.release(pages[: len(kept)])
+        pages[: len(kept)] = kept
+
+    def take(count: int) -> list[int]:
+        pages = cache.tree.allocate_pages(count)
+        assert pages is not None
+        return pages
+
+    first = take(2)
+    leave(ids(1, 2), first)
+    second = cache.tree.match([*ids(1, 2), 0])
+    assert second is not None
+    cache.pages.retain(second.pages)
+    for stranger in (8, 9):  # their snapshots push the first one out, and with it the path
+        pages = take(1)
+        leave(ids(stranger), pages)
+        cache.pages.release(pages)
+    third = take(1)
+    leave(ids(1), third)
+    first += take(1)
+    leave(ids(1, 2, 3), first)
+    fourth = take(2)
+    leave(ids(1, 2), fourth)
+    for pages in (first, third, fourth):
+        cache.pages.release(pages)
+
+    available = cache.pages.num_free + cache.pages.num_cached
+
+    assert cache.pages.num_used == 2
+    assert len(take(available)) == available
+
+
 def test_misuse_is_an_invariant_error() -> None:
     """Each would corrupt the tree silently."""
     cache = Cache()
