@@ -145,8 +145,8 @@ def while_starting(event: str, stage: str | None) -> Scenario:
     def play(server: Server, line: Line) -> None:
         deadline = time.monotonic() + 60
         while not any(stage in (None, fields.get("stage")) for fields in server.events(event)):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no {event} {stage}")
+            if time.monotonic() > deadline or server.process.poll() is not None:
+                raise TimeoutError(f"no {event} {stage}: {server.log_text()[-300:]}")
             time.sleep(0.002)
         end_by(server, line, signal.SIGTERM)
         if server.events("listening"):
