@@ -147,15 +147,15 @@ DISPATCHED void dsparkd_expand(const float *output, const float *streams, const 
 
 /* out[r] = x[r] w for `rows` rows and `vectors` vectors of columns, both compile-time constants where this is inlined.
  * Each element is one chain of multiply-adds over ascending k, however many rows go together. */
-INLINE void multiply_tile(const float *const *x, const float *w, size_t inner, size_t stride, float *const *out,
-                          size_t column, size_t rows, size_t vectors)
+INLINE void multiply_tile(const float *const *x, const float *panel, size_t inner, float *const *out, size_t column,
+                          size_t rows, size_t vectors)
 {
     lanes_t sums[TILE_ROWS][TILE_VECTORS];
     for (size_t r = 0; r < rows; r++)
         for (size_t v = 0; v < vectors; v++)
             sums[r][v] = (lanes_t){0};
     for (size_t k = 0; k < inner; k++) {
-        const float *line = w + k * stride + column;
+        const float *line = panel + k * vectors * LANES;
         for (size_t v = 0; v < vectors; v++) {
             lanes_t weights = *(const lanes_t *)(line + v * LANES);
             for (size_t r = 0; r < rows; r++)
@@ -168,14 +168,14 @@ INLINE void multiply_tile(const float *const *x, const float *w, size_t inner, s
 }
 
 /* The same for HALF columns. */
-INLINE void multiply_half(const float *const *x, const float *w, size_t inner, size_t stride, float *const *out,
-                          size_t column, size_t rows)
+INLINE void multiply_half(const float *const *x, const float *panel, size_t inner, float *const *out, size_t column,
+                          size_t rows)
 {
     half_t sums[TILE_ROWS];
     for (size_t r = 0; r < rows; r++)
         sums[r] = (half_t){0};
     for (size_t k = 0; k < inner; k++) {
-        half_t weights = *(const half_t *)(w + k * stride + column);
+        half_t weights = *(const half_t *)(panel + k * HALF);
         for (size_t r = 0; r < rows; r++)
             sums[r] += x[r][k] * weights;
     }
@@ -183,40 +183,40 @@ INLINE void multiply_half(const float *const *x, const float *w, size_t inner, s
         *(half_t *)(out[r] + column) = sums[r];
 }
 
-/* All rows of one strip of columns, which then stays in the cache; width is a constant. */
-INLINE void multiply_strip(const float *const *x, const float *w, size_t inner, size_t stride, float *const *out,
-                           size_t column, size_t num_rows, size_t vectors)
+/* All rows of one panel, which then stays in the cache; its width is a constant. */
+INLINE void multiply_panel(const float *const *x, const float *panel, size_t inner, float *const *out, size_t column,
+                           size_t num_rows, size_t vectors)
 {
     size_t r = 0;
     for (; r + TILE_ROWS <= num_rows; r += TILE_ROWS)
-        multiply_tile(x + r, w, inner, stride, out + r, column, TILE_ROWS, vectors);
+        multiply_tile(x + r, panel, inner, out + r, column, TILE_ROWS, vectors);
     for (; r + 2 <= num_rows; r += 2)
-        multiply_tile(x + r, w, inner, stride, out + r, column, 2, vectors);
+        multiply_tile(x + r, panel, inner, out + r, column, 2, vectors);
     for (; r < num_rows; r++)
-        multiply_tile(x + r, w, inner, stride, out + r, column, 1, vectors);
+        multiply_tile(x + r, panel, inner, out + r, column, 1, vectors);
 }
 
-/* out[r] [outer] = x[r] [inner] times w [inner, outer]. */
+/* out[r] [outer] = x[r] [inner] times w, in panels. */
 DISPATCHED static void multiply(const float *const *x, const float *w, size_t inner, size_t outer, float *const *out,
                                 size_t num_rows)
 {
     size_t column = 0;
     for (; column + TILE_VECTORS * LANES <= outer; column += TILE_VECTORS * LANES)
-        multiply_strip(x, w, inner, outer, out, column, num_rows, TILE_VECTORS);
+        multiply_panel(x, w + column * inner, inner, out, column, num_rows, TILE_VECTORS);
     for (; column + LANES <= outer; column += LANES)
-        multiply_strip(x, w, inner, outer, out, column, num_rows, 1);
+        multiply_panel(x, w + column * inner, inner, out, column, num_rows, 1);
     for (; column + HALF <= outer; column += HALF) {
         size_t r = 0;
         for (; r + TILE_ROWS <= num_rows; r += TILE_ROWS)
-            multiply_half(x + r, w, inner, outer, out + r, column, TILE_ROWS);
+            multiply_half(x + r, w + column * inner, inner, out + r, column, TILE_ROWS);
         for (; r < num_rows; r++)
-            multiply_half(x + r, w, inner, outer, out + r, column, 1);
+            multiply_half(x + r, w + column * inner, inner, out + r, column, 1);
     }
     for (; column < outer; column++)
         for (size_t r = 0; r < num_rows; r++) {
             float sum = 0;
             for (size_t k = 0; k < inner; k++)
-                sum += x[r][k] * w[k * outer + column];
+                sum += x[r][k] * w[column * inner + k];
             out[r][column] = sum;
         }
 }

@@ -10,7 +10,9 @@
 /* Most residual streams that dsparkd_collapse takes. */
 #define DSPARKD_MAX_STREAMS 8
 
-/* out [M, N] = x [M, K] times w [K, N]. */
+/* A weight w [K, N] is stored in panels of its columns: as many of 64 as there are, then of 16, of 8 and of 1. A panel
+ * is contiguous, [K, width], and panels follow each other: a product then reads its weight as one stream.
+ * out [M, N] = x [M, K] times w. */
 void dsparkd_multiply(const float *x, const float *w, size_t num_rows, size_t inner, size_t outer, float *out);
 
 /* Hyper-connection before a sublayer, with the sublayer's RMSNorm behind it.
@@ -26,7 +28,7 @@ void dsparkd_expand(const float *output, const float *streams, const float *post
 
 /* Sum of one shard's experts, ascending, for each row: total [R, D].
  * x [R, D], expert_ids and shares [R, k]; the shard owns experts first .. first + count - 1.
- * w13[e] [D, 2I], gate columns first; w2[e] [I, D]. Returns 0, or -1 when memory runs out. */
+ * w13[e] [D, 2I], gate columns first, and w2[e] [I, D], in panels. Returns 0, or -1 when memory runs out. */
 int dsparkd_experts(const float *x, const int32_t *expert_ids, const float *shares, size_t num_rows, size_t width,
                     size_t top_k, int32_t first, int32_t count, const float *const *w13, const float *const *w2,
                     size_t expert_width, float limit, float *total);

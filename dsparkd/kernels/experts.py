@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsparkd.errors import FatalError
 from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.panels import in_panels
 from dsparkd.kernels.pointers import floats, short_integers
 from dsparkd.kernels.tiles import ROW_TILE
 
@@ -57,9 +58,12 @@ class CpuExperts:
     """One C call; float32, one thread."""
 
     def __init__(self, shard: ExpertShard) -> None:
-        self._shard = shard  # keeps the weights behind the pointers alive
-        self._w13 = ffi.new("float *[]", [floats(weight) for weight in shard.w13])
-        self._w2 = ffi.new("float *[]", [floats(weight) for weight in shard.w2])
+        self._first, self._count, self._limit = shard.first, len(shard.w13), shard.limit
+        # Kept: they are the memory behind the pointers.
+        self._panels = [in_panels(weight) for weight in (*shard.w13, *shard.w2)]
+        pointers = [floats(panels) for panels in self._panels]
+        self._w13 = ffi.new("float *[]", pointers[: self._count])
+        self._w2 = ffi.new("float *[]", pointers[self._count :])
         self._expert_width = shard.w2[0].shape[0]
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
@@ -73,12 +77,12 @@ class CpuExperts:
             R,
             D,
             expert_ids.shape[1],
-            self._shard.first,
-            len(self._shard.w13),
+            self._first,
+            self._count,
             self._w13,
             self._w2,
             self._expert_width,
-            self._shard.limit,
+            self._limit,
             floats(total),
         )
         if failed:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels._cpu import lib
+from dsparkd.kernels.panels import in_panels
 from dsparkd.kernels.pointers import floats
 
 
@@ -44,8 +45,8 @@ class CpuLinear:
     """One C call; float32, one thread."""
 
     def __init__(self, operand: Tensor) -> None:
-        self._operand = operand  # keeps the memory behind the pointer alive
-        self._weight = floats(operand)
+        self._panels = in_panels(operand)  # kept: it is the memory behind the pointer
+        self._weight = floats(self._panels)
         self._inner, self._outer = operand.shape
 
     def __call__(self, x: Tensor) -> Tensor:
