@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dsparkd.config import LimitsConfig
+from dsparkd.errors import RequestError
 from dsparkd.http import openai
 from dsparkd.http.body import parse_object
 from dsparkd.messages import Admitted, Farewell
@@ -86,6 +87,20 @@ async def test_unclosed_strings_are_read_in_linear_time() -> None:
     """The nesting check looks at each byte once; a mutation that searches again from each quote would not end."""
     raw = b'{"a": "' + b'\\"' * 1_000_000
     with pytest.raises(Exception, match="not JSON"):
+        parse_object(raw)
+
+
+def test_a_repeated_member_is_found_in_linear_time() -> None:
+    """Each member is looked at once; counting each name in the rest of a large object would take hours."""
+    members = b",".join(b'"%d":0' % number for number in range(300_000))
+    with pytest.raises(RequestError, match="'x' occurs twice"):
+        parse_object(b"{" + members + b',"x":1,"x":2}')
+
+
+@pytest.mark.parametrize("raw", [b'{"a":[1' + b"9" * 309 + b"]}", b'{"a":-' + b"9" * 400 + b"}"])
+def test_an_integer_beyond_a_double_is_found_wherever_its_digits_begin(raw: bytes) -> None:
+    """Digits are searched from the beginnings of runs alone."""
+    with pytest.raises(RequestError, match="beyond a double"):
         parse_object(raw)
 
 
