@@ -85,6 +85,17 @@ class LoadBoard:
         """What was sent to the rank and is not yet in its snapshot."""
         return sum(self._sent[dp_rank].values(), Load())
 
+    def current(self, dp_rank: int) -> tuple[Load, Load]:
+        """What the rank said last, and what was sent to it since: for those who watch, not for routing.
+
+        Without requests nothing is refreshed, and a gauge of the last refresh would show a burst for ever.
+        """
+        arrived = self._arrived[dp_rank]
+        if arrived is None:
+            return Load(), self.speculative_load(dp_rank)
+        said = Load(arrived.outstanding_requests, arrived.outstanding_tokens)
+        return said, sum((load for frame, load in self._sent[dp_rank].items() if frame > arrived.frame), Load())
+
     def order(self, dp_rank: int, planned: Load) -> tuple[int, int, int]:
         """Sort key of a rank: the smallest gets the next item. Equal loads are decided by the rank's number.
 

@@ -540,10 +540,7 @@ class Router:
         tally.set(metrics.READY, to=float(self.state == "serving"))
         for rank in range(NUM_RANKS):
             label = str(rank)
-            for source, load in (
-                ("snapshot", self._board.snapshot_load(rank)),
-                ("speculative", self._board.speculative_load(rank)),
-            ):
+            for source, load in zip(("snapshot", "speculative"), self._board.current(rank), strict=True):
                 tally.set(metrics.LOAD_REQUESTS, label, source, to=load.requests)
                 tally.set(metrics.LOAD_TOKENS, label, source, to=load.tokens)
             snapshot = self._snapshots[rank]

@@ -127,6 +127,26 @@ async def test_r12_snapshots_are_read_from_the_ranks_channels() -> None:
         assert metric(backend.registry, "dsparkd_load_refreshes_total", result="fresh") == 1
 
 
+async def test_load_gauges_fall_when_the_ranks_idle_though_nothing_is_routed() -> None:
+    """R36 as a gauge: what a rank said last is shown at the scrape, not what it said when a request was last routed."""
+    async with started_backend() as backend:
+        await backend.ranks[0].channel.send(make_snapshot(0, 1, outstanding_tokens=1000, outstanding_requests=3))
+        await backend.until(lambda: metric(backend.registry, "dsparkd_snapshot_age_seconds", dp_rank="0") > 0)
+        await backend.router.submit(items(0, 0))
+        shown = {"dp_rank": "0", "source": "snapshot"}
+        sent = {"dp_rank": "0", "source": "speculative"}
+        assert metric(backend.registry, "dsparkd_load_tokens", **shown) == 1000
+        assert metric(backend.registry, "dsparkd_load_requests", **sent) == 2
+
+        await backend.ranks[0].channel.send(
+            make_snapshot(0, 2, frame=1, outstanding_tokens=0, outstanding_requests=0, published_ns=5)
+        )
+
+        await backend.until(lambda: metric(backend.registry, "dsparkd_load_tokens", **shown) == 0)
+        assert metric(backend.registry, "dsparkd_load_requests", **shown) == 0
+        assert metric(backend.registry, "dsparkd_load_requests", **sent) == 0
+
+
 async def refused(backend: FakeBackend, batch: list) -> RequestError:  # type: ignore[type-arg]
     """The refusal, after checking that nothing was queued or counted."""
     before = backend.router.outstanding()
