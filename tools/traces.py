@@ -21,8 +21,8 @@ CHECKED = (
     "half-written crash reports (files other than *.json in engine.crash_dir)",
 )
 MARK = "DSPARKD_TRACE"
-# What Python, torch, Triton, gloo and NCCL call their temporary files; the server itself makes none.
-TMP_PREFIXES = ("tmp", "pymp-", "torch", "triton", "gloo", "nccl", "dsparkd.")
+# Names that libraries write into /tmp whatever TMPDIR says; what honours it lands in the server's own directory.
+TMP_PREFIXES = ("torch", "triton", "gloo", "nccl", "cuda", "dsparkd.")
 
 
 class Traces:
