@@ -1,8 +1,9 @@
 """What a session on the GPU host runs, part by part, with result files that say where and of what they are.
 
-    python -m tools.gpu_session --part nano --out DIR [--commit ID]
+    python -m tools.gpu_session --part nano|suite --out DIR [--commit ID]
 
-nano: the cpu test suite and the tests marked gpu and gpu2, then the cuda_ids gate. Writes DIR/nano.json and the
+nano: the cuda_ids gate and the tests marked gpu and gpu2. suite: the cpu test suite, on that host's Python and torch,
+without tests/test_unit_file.py, which needs systemd. Each part ends within ten minutes, writes DIR/PART.json and the
 output of each step, and prints a short table last. Without a .git directory beside it, name the commit.
 """
 
@@ -49,8 +50,15 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "nano": (
         Step("cuda_ids", (PYTHON, "-m", "tools.gates", "cuda_ids"), 240),
         Step("gpu_tests", (PYTHON, "-m", "pytest", "-m", "gpu or gpu2", "-p", "no:cacheprovider"), 120),
-        Step("cpu_tests", (PYTHON, "-m", "pytest", "-m", "not gpu and not gpu2", "-p", "no:cacheprovider"), 420),
-    )
+    ),
+    "suite": (
+        Step(
+            "cpu_tests",
+            (PYTHON, "-m", "pytest", "-m", "not gpu and not gpu2", "-p", "no:cacheprovider")
+            + ("--ignore=tests/test_unit_file.py", "--maxfail=60"),
+            580,
+        ),
+    ),
 }
 
 
