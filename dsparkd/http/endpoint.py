@@ -29,6 +29,7 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 _REFUSAL_REASONS = {
     "body_too_large": "too_large",
     "batch_too_large": "too_large",
+    "too_many_logprobs": "too_large",
     "context_length_exceeded": "too_large",
     "queue_full": "queue_full",
     "invalid_dp_rank": "bad_rank",

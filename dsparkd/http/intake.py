@@ -26,6 +26,9 @@ COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS, THINKING_MAX_TOKENS, MAX_EFFORT_MAX_TOKENS = 8192, 65536, 131072
 # 53 bits, because a client that reads JSON numbers as doubles must be able to send a drawn seed back.
 DRAWN_SEED_BITS = 53
+# Each log-probability of a prompt stands in the answer with its alternatives, about 225 bytes an entry in this process
+# before the answer is written. Steps of decoding bound the output's; a prompt's come thousands at a time.
+MAX_PROMPT_LOGPROBS = 4_000_000
 
 _EFFORTS: dict[str, Effort] = {
     "minimal": "low",
@@ -165,6 +168,8 @@ class Intake:
                     prompt_logprobs=bool(body.echo) and body.logprobs is not None,
                 )
             )
+        if body.echo and body.logprobs is not None:
+            _require_few_prompt_logprobs(sum(map(len, all_ids)) * n * (1 + body.logprobs))
         work = self._work(body, envelope, all_ids, samplings, ranks, n, encoded_ns)
         if not body.echo:
             return CompletionWork(work, None)
@@ -336,6 +341,16 @@ class Intake:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         include_usage = options is not None and options.include_usage
         return Work(request_id, tuple(items), n, bool(body.stream), include_usage)
+
+
+def _require_few_prompt_logprobs(count: int) -> None:
+    if count > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"echo with logprobs makes {count} log-probabilities of prompt tokens and alternatives in one answer; "
+            f"at most {MAX_PROMPT_LOGPROBS} fit: send fewer prompts, a smaller n or fewer logprobs",
+            code="too_many_logprobs",
+            param="logprobs",
+        )
 
 
 def _or(value: float | None, default: float) -> float:

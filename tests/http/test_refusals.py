@@ -12,7 +12,7 @@ import pytest
 
 from dsparkd.config import LimitsConfig
 from dsparkd.errors import RequestError
-from dsparkd.http import openai
+from dsparkd.http import intake, openai
 from dsparkd.http.body import parse_object
 from dsparkd.messages import Admitted, Farewell
 from tests.http.conftest import MODEL, Served, error_of, served
@@ -396,6 +396,21 @@ async def test_r07_batch_and_queue_limits(checkpoint: Path) -> None:
         assert response.headers["retry-after"] == "1"
         assert len(server.requests) == 2
         waiting.cancel()
+
+
+async def test_an_answer_holds_a_bounded_number_of_prompt_log_probabilities(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of prompt tokens times n times alternatives would fill this process's memory, and take it down."""
+    monkeypatch.setattr(intake, "MAX_PROMPT_LOGPROBS", 5 * 3 * 2)
+    asked = {"prompt": [5, 6, 7, 8, 9], "n": 3, "echo": True}
+
+    error = error_of(await server.complete(**asked, logprobs=2), 400)
+
+    assert (error["code"], error["param"]) == ("too_many_logprobs", "logprobs")
+    assert_nothing_sent(server)
+    assert (await server.complete(**asked, logprobs=1)).status_code == 200
+    assert (await server.complete(**(asked | {"echo": False}), logprobs=2)).status_code == 200
 
 
 async def test_r14_a_live_id_is_409(server: Served) -> None:
