@@ -487,7 +487,11 @@ def serve(
     import uvloop
 
     async def run() -> int:
-        return await Supervisor(config, wiring, children, listener, build_app).run()
+        code = await Supervisor(config, wiring, children, listener, build_app).run()
+        # The interpreter takes its handlers down before itself: a second Ctrl-C would then end, with another exit code,
+        # what has stopped already.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        return code
 
     try:
         return uvloop.run(run())

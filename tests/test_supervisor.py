@@ -448,6 +448,26 @@ print("torch" in sys.modules)
     assert done.stdout.strip() == "False"
 
 
+def test_a_signal_after_the_stop_changes_no_exit_code() -> None:
+    """R34: two of them in a row; the second may come while the interpreter takes itself down, its handlers first."""
+    code = """
+import os, signal, sys
+import fake_server
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        if os.getpid() == pid:
+            kill(pid, number)
+
+late = Late()
+sys.exit(fake_server.main(sys.argv[1]))
+"""
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with Server(QUICK, command=(sys.executable, "-c", code), environment=environment) as server:
+        server.wait_ready(30)
+        assert server.stop(20) == 0
+
+
 def test_the_service_manager_is_told_of_each_stage(tmp_path: Path) -> None:
     """decisions 19: READY=1 only when requests are welcome, STOPPING=1 when they are not; more time while loading."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
