@@ -54,8 +54,10 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "suite": (
         Step(
             "cpu_tests",
-            (PYTHON, "-m", "pytest", "-m", "not gpu and not gpu2", "-p", "no:cacheprovider")
-            + ("--ignore=tests/test_unit_file.py", "--maxfail=60"),
+            (
+                *(PYTHON, "-m", "pytest", "-m", "not gpu and not gpu2", "-p", "no:cacheprovider"),
+                *("--ignore=tests/test_unit_file.py", "--maxfail=60"),
+            ),
             580,
         ),
     ),

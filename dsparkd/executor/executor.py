@@ -12,6 +12,7 @@ from dsparkd.errors import CheckpointError, ConfigError, InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
 from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow
 from dsparkd.executor.staging import Stager, pad_rows
+from dsparkd.kernels.linear import require_row_invariance
 from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.config import ModelConfig, load_model_config
@@ -58,6 +59,8 @@ class Executor:
         device = rank_device(config, dp_rank)
         # One thread a rank: two ranks share the machine, and a product's bits depend on how it is cut among threads.
         torch.set_num_threads(1)
+        if device.type == "cpu":
+            require_row_invariance()
         directory = Path(config.engine.checkpoint)
         model_config = load_model_config(directory)
         dtype = DTYPES[config.engine.dtype]

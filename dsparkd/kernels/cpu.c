@@ -15,11 +15,9 @@
 #define LANES 16
 #define TILE_VECTORS 4
 #define TILE_ROWS 4
-#define HALF 8
 #define BATCH_ROWS 64
 
 typedef float lanes_t __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
-typedef float half_t __attribute__((vector_size(HALF * sizeof(float)), aligned(sizeof(float))));
 
 /* e^x to about 2 ulp; inputs below the range give the smallest normal number, above it the largest power. */
 INLINE float exponential(float x)
@@ -167,22 +165,6 @@ INLINE void multiply_tile(const float *const *x, const float *panel, size_t inne
             *(lanes_t *)(out[r] + column + v * LANES) = sums[r][v];
 }
 
-/* The same for HALF columns. */
-INLINE void multiply_half(const float *const *x, const float *panel, size_t inner, float *const *out, size_t column,
-                          size_t rows)
-{
-    half_t sums[TILE_ROWS];
-    for (size_t r = 0; r < rows; r++)
-        sums[r] = (half_t){0};
-    for (size_t k = 0; k < inner; k++) {
-        half_t weights = *(const half_t *)(panel + k * HALF);
-        for (size_t r = 0; r < rows; r++)
-            sums[r] += x[r][k] * weights;
-    }
-    for (size_t r = 0; r < rows; r++)
-        *(half_t *)(out[r] + column) = sums[r];
-}
-
 /* All rows of one panel, which then stays in the cache; its width is a constant. */
 INLINE void multiply_panel(const float *const *x, const float *panel, size_t inner, float *const *out, size_t column,
                            size_t num_rows, size_t vectors)
@@ -196,7 +178,20 @@ INLINE void multiply_panel(const float *const *x, const float *panel, size_t inn
         multiply_tile(x + r, panel, inner, out + r, column, 1, vectors);
 }
 
-/* out[r] [outer] = x[r] [inner] times w, in panels. */
+/* The last columns, too few for LANES: their panel is filled up with zeros, and its surplus sums are dropped. */
+INLINE void multiply_rest(const float *const *x, const float *panel, size_t inner, float *const *out, size_t column,
+                          size_t num_rows, size_t num_columns)
+{
+    float sums[BATCH_ROWS][LANES];
+    float *rows[BATCH_ROWS];
+    for (size_t r = 0; r < num_rows; r++)
+        rows[r] = sums[r];
+    multiply_panel(x, panel, inner, rows, 0, num_rows, 1);
+    for (size_t r = 0; r < num_rows; r++)
+        memcpy(out[r] + column, sums[r], num_columns * sizeof(float));
+}
+
+/* out[r] [outer] = x[r] [inner] times w, in panels, for at most BATCH_ROWS rows. */
 DISPATCHED static void multiply(const float *const *x, const float *w, size_t inner, size_t outer, float *const *out,
                                 size_t num_rows)
 {
@@ -205,20 +200,8 @@ DISPATCHED static void multiply(const float *const *x, const float *w, size_t in
         multiply_panel(x, w + column * inner, inner, out, column, num_rows, TILE_VECTORS);
     for (; column + LANES <= outer; column += LANES)
         multiply_panel(x, w + column * inner, inner, out, column, num_rows, 1);
-    for (; column + HALF <= outer; column += HALF) {
-        size_t r = 0;
-        for (; r + TILE_ROWS <= num_rows; r += TILE_ROWS)
-            multiply_half(x + r, w + column * inner, inner, out + r, column, TILE_ROWS);
-        for (; r < num_rows; r++)
-            multiply_half(x + r, w + column * inner, inner, out + r, column, 1);
-    }
-    for (; column < outer; column++)
-        for (size_t r = 0; r < num_rows; r++) {
-            float sum = 0;
-            for (size_t k = 0; k < inner; k++)
-                sum += x[r][k] * w[column * inner + k];
-            out[r][column] = sum;
-        }
+    if (column < outer)
+        multiply_rest(x, w + column * inner, inner, out, column, num_rows, outer - column);
 }
 
 void dsparkd_multiply(const float *x, const float *w, size_t num_rows, size_t inner, size_t outer, float *out)

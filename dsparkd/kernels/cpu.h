@@ -10,8 +10,8 @@
 /* Most residual streams that dsparkd_collapse takes. */
 #define DSPARKD_MAX_STREAMS 8
 
-/* A weight w [K, N] is stored in panels of its columns: as many of 64 as there are, then of 16, of 8 and of 1. A panel
- * is contiguous, [K, width], and panels follow each other: a product then reads its weight as one stream.
+/* A weight w [K, N] is stored in panels of its columns: as many of 64 as there are, then of 16, the last one filled up
+ * with zero columns. A panel is contiguous, [K, width], and panels follow each other: a product reads one stream.
  * out [M, N] = x [M, K] times w. */
 void dsparkd_multiply(const float *x, const float *w, size_t num_rows, size_t inner, size_t outer, float *out);
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsparkd.errors import CapabilityError
 from dsparkd.kernels._cpu import lib
 from dsparkd.kernels.panels import in_panels
 from dsparkd.kernels.pointers import floats
@@ -56,3 +57,22 @@ class CpuLinear:
         out = x.new_empty((num_rows, self._outer))
         lib.dsparkd_multiply(floats(x), self._weight, num_rows, inner, self._outer, floats(out))
         return out
+
+
+def require_row_invariance() -> None:
+    """Raise CapabilityError unless this build of the C form gives a row the same bits beside any other rows.
+
+    The tiles of four, two and one row are one source, but a compiler may contract multiply-adds in one and not in
+    another; the server would then answer differently under load, so the proof stands before the first request.
+    """
+    noise = torch.Generator().manual_seed(0)
+    kernel = CpuLinear(torch.randn((67, 64 + 16 + 5), generator=noise))  # every panel: wide, narrow, filled up
+    x = torch.randn((11, 67), generator=noise)
+    whole = kernel(x)
+    for size in (1, 2, 3, 4, 7):
+        if not torch.equal(torch.cat([kernel(x[first : first + size]) for first in range(0, len(x), size)]), whole):
+            raise CapabilityError(
+                feature='engine.device = "cpu"',
+                missing=f"a build of dsparkd/kernels/cpu.c whose rows do not depend on their number (found at {size})",
+                remedy="rebuild it with gcc 12 or newer, or with -ffp-contract=off in dsparkd/kernels/build.py",
+            )

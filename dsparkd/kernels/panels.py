@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WIDTHS = (64, 16, 8, 1)  # the widths of cpu.h, in its order
+WIDE, NARROW = 64, 16  # the widths of cpu.h
 
 
 def in_panels(operand: Tensor) -> Tensor:
-    """operand [I, O] -> its I * O elements, panel after panel of [I, width]."""
-    panels, column = [], 0
-    for width in WIDTHS:
-        while column + width <= operand.shape[1]:
-            panels.append(operand[:, column : column + width].reshape(-1))
-            column += width
-    return torch.cat(panels)
+    """operand [I, O] -> panel after panel of [I, WIDE] and then [I, NARROW], flat, zero columns behind the last."""
+    wide = operand.shape[1] // WIDE * WIDE
+    rest = operand[:, wide:]
+    rest = torch.nn.functional.pad(rest, (0, -rest.shape[1] % NARROW))
+    return torch.cat([panel.reshape(-1) for panel in (*_cut(operand[:, :wide], WIDE), *_cut(rest, NARROW))])
+
+
+def _cut(operand: Tensor, width: int) -> list[Tensor]:
+    """Cut whole panels of that width; none out of no columns."""
+    return [operand[:, start : start + width] for start in range(0, operand.shape[1], width)]

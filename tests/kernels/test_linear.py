@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.linear import CpuLinear, TorchLinear, bind
+from dsparkd.errors import CapabilityError
+from dsparkd.kernels import linear
+from dsparkd.kernels.linear import CpuLinear, TorchLinear, bind, require_row_invariance
 
 # Widths that fill 64, 16 and 8 columns, and odd ends.
 SHAPES = [(256, 344), (128, 1024), (1024, 24), (96, 40), (40, 509), (7, 1), (50, 66)]
@@ -49,3 +51,19 @@ def test_the_form_follows_the_weight() -> None:
     """float32 on the cpu runs in C."""
     assert isinstance(bind(noise(4, 4)), CpuLinear)
     assert isinstance(bind(noise(4, 4).bfloat16()), TorchLinear)
+
+
+class Uneven(CpuLinear):
+    """A build whose single rows are rounded differently."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = super().__call__(x)
+        return product * (1 + 2**-23) if x.shape[0] == 1 else product
+
+
+def test_a_build_whose_bits_depend_on_the_batch_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail closed: seen with a compiler that contracted multiply-adds in one copy of a tile and not in another."""
+    require_row_invariance()
+    monkeypatch.setattr(linear, "CpuLinear", Uneven)
+    with pytest.raises(CapabilityError, match=r"rows do not depend on their number \(found at 1\)"):
+        require_row_invariance()

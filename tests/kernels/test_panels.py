@@ -8,16 +8,16 @@ import torch
 from dsparkd.kernels.panels import in_panels
 
 
-@pytest.mark.parametrize("outer", [1, 7, 8, 25, 64, 89, 150])
-def test_panels_hold_every_element_once_in_runs_of_their_width(outer: int) -> None:
-    """Widths 64, 16, 8, 1, greedily; inside a panel one line an input."""
-    operand = torch.arange(3.0 * outer).view(3, outer)
+@pytest.mark.parametrize("outer", [1, 7, 16, 25, 50, 64, 89, 150, 509])
+def test_panels_hold_every_column_once_in_runs_of_their_width(outer: int) -> None:
+    """Widths 64 and 16, greedily, and zero columns behind the last; inside a panel one line an input."""
+    operand = torch.arange(1.0, 3.0 * outer + 1).view(3, outer)
     panels = in_panels(operand)
-    assert sorted(panels.tolist()) == operand.flatten().tolist()
+    filled = torch.zeros(3, -(-outer // 16) * 16)
+    filled[:, :outer] = operand
     at = column = 0
     while column < outer:
-        width = next(width for width in (64, 16, 8, 1) if column + width <= outer)
-        for line in range(3):
-            assert panels[at : at + width].tolist() == operand[line, column : column + width].tolist()
-            at += width
-        column += width
+        width = 64 if column + 64 <= outer else 16
+        assert torch.equal(panels[at : at + 3 * width].view(3, width), filled[:, column : column + width])
+        at, column = at + 3 * width, column + width
+    assert at == panels.numel() == filled.numel()
