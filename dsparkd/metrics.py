@@ -86,26 +86,35 @@ PATH_ACTIVE = _family(
 )
 READY = _family("ready", "gauge", "1 while new work is accepted.", by_rank=False)
 
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/ready",
+    "/health_scheduler",
+    "/metrics",
+    "/server_info",
+    "/openapi.json",
+    "other",
+)
 HTTP_REQUESTS = _family(
     "http_requests_total",
     "counter",
     "Finished HTTP responses, by declared route and status class.",
     by_rank=False,
-    route=(
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/models",
-        "/tokenize",
-        "/detokenize",
-        "/health",
-        "/ready",
-        "/health_scheduler",
-        "/metrics",
-        "/server_info",
-        "/openapi.json",
-        "other",
-    ),
+    route=ROUTES,
     status=("2xx", "4xx", "5xx"),
+)
+HTTP_HANDLER_SECONDS = _family(
+    "http_handler_seconds",
+    "histogram",
+    "From a request's headers to its response; for a stream, to its first event.",
+    by_rank=False,
+    buckets=_LATENCY_BUCKETS,
+    route=ROUTES,
 )
 HTTP_OPEN_STREAMS = _family("http_open_streams", "gauge", "Open SSE connections.", by_rank=False)
 REFUSALS = _family(
@@ -214,6 +223,7 @@ FAMILIES: tuple[Family, ...] = (
     PATH_ACTIVE,
     READY,
     HTTP_REQUESTS,
+    HTTP_HANDLER_SECONDS,
     HTTP_OPEN_STREAMS,
     REQUESTS,
     REFUSALS,

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
 import orjson
+from prometheus_async import aio
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -122,6 +123,17 @@ async def _client_left(receive: Receive) -> None:
         pass
 
 
+class _HandlerTimer:
+    """What prometheus_async reports a handler's seconds to."""
+
+    def __init__(self, route: str, tally: metrics.Tally) -> None:
+        self._route = route
+        self._tally = tally
+
+    def observe(self, seconds: float) -> None:
+        self._tally.observe(metrics.HTTP_HANDLER_SECONDS, self._route, value=seconds)
+
+
 class Endpoint:
     """An ASGI application around one handler; the third place that catches everything, so that each request ends.
 
@@ -141,7 +153,7 @@ class Endpoint:
     ) -> None:
         self._route = route
         self._methods = methods
-        self._handler = handler
+        self._handler = aio.time(_HandlerTimer(route, tally))(handler)
         self._keys = keys
         self._tally = tally
         self._quiet = quiet

@@ -77,8 +77,19 @@ async def test_u09_l10_probes_start_no_work_and_count_as_none(server: Served) ->
             await server.client.get(path)
     after = server.backend.registry.render().decode().splitlines()
     changed = {line.split("{")[0].split(" ")[0] for line in set(before) ^ set(after)}
-    assert changed == {"dsparkd_http_requests_total", "dsparkd_snapshot_age_seconds"}
+    timed = {f"dsparkd_http_handler_seconds_{part}" for part in ("bucket", "sum", "count")}
+    assert changed == {"dsparkd_http_requests_total", "dsparkd_snapshot_age_seconds", *timed}
     assert all(rank.received == [] for rank in server.backend.ranks)
+
+
+async def test_each_handler_is_timed_under_its_route(server: Served) -> None:
+    """M-02: one observation for each request, refused ones too; none on a neighbour's route."""
+    for path in ("/health", "/health", "/v1/models/nobody"):
+        await server.client.get(path)
+    text = server.backend.registry.render().decode()
+    assert 'dsparkd_http_handler_seconds_count{route="/health"} 2.0' in text
+    assert 'dsparkd_http_handler_seconds_count{route="/v1/models"} 1.0' in text
+    assert 'dsparkd_http_handler_seconds_count{route="/ready"}' not in text
 
 
 async def test_models(server: Served) -> None:
