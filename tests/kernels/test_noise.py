@@ -126,7 +126,6 @@ def test_argmax_of_scores_plus_noise_samples_the_softmax() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_words_on_the_device_equal_those_on_the_cpu() -> None:
     """A seeded request gives the same text wherever it runs only if the words are the same."""
     keys = rows([(2**62 + 12345, 1, 999), (7, 0, 3)])
