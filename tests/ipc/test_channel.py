@@ -168,6 +168,28 @@ def test_a_byte_that_waits_beyond_the_deadline_is_a_peer_error(pair: Pair) -> No
         sender.flush_nowait()
 
 
+def test_a_peer_that_takes_a_frame_in_pieces_is_not_stuck(pair: Pair) -> None:
+    """R-08: a rank empties its socket once a tick, so a batch of megabytes takes many ticks."""
+    now = [0]
+    sender = Channel(
+        pair[0], decode_to_rank, send_timeout_s=5.0, max_pending_bytes=1 << 30, name="rank 0", clock=lambda: now[0]
+    )
+    receiver = channel(pair[1])
+    sender.send_nowait(batch(50_000))
+    assert sender.wants_write
+
+    ticks = 0
+    got: list[ToRank] = []
+    while not got:
+        now[0] += int(4e9)
+        got = receiver.receive_nowait()
+        sender.flush_nowait()
+        ticks += 1
+
+    assert ticks > 2, "the frame must outlast the deadline for this test to mean something"
+    assert got == [batch(50_000)]
+
+
 def test_pending_bytes_leave_once_the_peer_reads_again(pair: Pair) -> None:
     """A slow peer gets everything, in order."""
     sender, receiver = channel(pair[0], max_pending_bytes=1 << 30), channel(pair[1])
@@ -195,7 +217,7 @@ def test_sending_to_a_closed_peer_is_a_peer_error(pair: Pair) -> None:
 
 def opened(sock: socket.socket, send_timeout_s: float) -> AsyncChannel[ToRank]:
     inner = Channel(sock, decode_to_rank, send_timeout_s=send_timeout_s, max_pending_bytes=1 << 30, name="rank 0")
-    return AsyncChannel(inner, asyncio.get_running_loop(), send_timeout_s=send_timeout_s)
+    return AsyncChannel(inner, asyncio.get_running_loop())
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -241,6 +263,30 @@ async def test_an_async_send_to_a_stuck_peer_fails_at_its_deadline_and_for_good(
         await flood()
     with pytest.raises(PeerError, match="has not read"):
         await end.send(Abort("x"))
+    end.close()
+
+
+async def test_an_async_send_outlasts_its_deadline_while_the_peer_reads(pair: Pair) -> None:
+    """R-08: one large batch to a rank with long ticks must not end the server."""
+    now = [0]
+    inner = Channel(
+        pair[0], decode_to_rank, send_timeout_s=5.0, max_pending_bytes=1 << 30, name="rank 0", clock=lambda: now[0]
+    )
+    end, receiver = AsyncChannel(inner, asyncio.get_running_loop()), channel(pair[1])
+    sending = asyncio.ensure_future(end.send(batch(50_000)))
+
+    ticks = 0
+    got: list[ToRank] = []
+    async with asyncio.timeout(30):
+        while not got:
+            await asyncio.sleep(0.001)  # the loop fills the socket again
+            now[0] += int(4e9)
+            got = receiver.receive_nowait()
+            ticks += 1
+
+    assert ticks > 2, "the frame must outlast the deadline for this test to mean something"
+    assert got == [batch(50_000)]
+    await sending
     end.close()
 
 
