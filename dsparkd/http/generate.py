@@ -117,11 +117,16 @@ class EventStream(Response):
         self._work = work
         self._answers = answers
         self._tally = tally
+        self._is_complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._tally.inc(metrics.HTTP_OPEN_STREAMS)
         try:
             await self._incoming.while_connected(self._write_while_read(send))
+        except ClientLeft:
+            # The HTTP server says "disconnect" after each response's last byte too; the client has it all then.
+            if not self._is_complete:
+                raise
         finally:
             self._tally.inc(metrics.HTTP_OPEN_STREAMS, by=-1)
             _note(self._incoming, self._answers)
@@ -154,6 +159,7 @@ class EventStream(Response):
             # Too late for a status: the client reads the error as an event.
             self._incoming.fields["code"] = error.code
             await _send_events(send, [error_object(error)])
+        self._is_complete = True
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 

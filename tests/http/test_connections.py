@@ -16,6 +16,7 @@ import httpx
 import hypercorn
 import hypercorn.asyncio
 import pytest
+import structlog
 
 from dsparkd.config import LimitsConfig
 from dsparkd.http.app import build_app
@@ -168,6 +169,23 @@ async def test_r15_leaving_a_batch_aborts_all_its_items_that_run(server: Listeni
     await asyncio.sleep(0.02)
     writer.close()
     assert await server.aborted(2) == ["b-0", "b-2"]
+
+
+async def test_a_stream_read_to_its_end_is_not_logged_as_left_and_keeps_its_connection(server: Listening) -> None:
+    """The HTTP server reports a disconnect after each whole response; operators look for `client_left` in the log."""
+    with structlog.testing.capture_logs() as events:
+        reader, writer = await server.connect()
+        for name in ("first", "second"):
+            raw = json.dumps(request(name, stream=True, routed_dp_rank=0)).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+            writer.write(head.encode() + raw)
+            await server.backend.until(lambda name=name: name in server.backend.ranks[0].request_ids)
+            await server.admit_all()
+            await server.backend.say(text_delta(name, "whole", (7,), make_finish()))
+            assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
+        await server.backend.until(lambda: len([e for e in events if e["event"] == "http_request"]) == 2)
+        writer.close()
+    assert [event.get("client_left") for event in events if event["event"] == "http_request"] == [None, None]
 
 
 async def test_decision_17_a_client_that_does_not_read_is_aborted_alone(checkpoint: Path) -> None:
