@@ -96,7 +96,10 @@ def _representable(value: object) -> object:
 
 
 def _render_console(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
-    """`12:34:56 warning rank1  event_name  key=value`; an exception's lines follow."""
+    """`12:34:56 warning rank1  event_name  key=value`; an exception's lines follow.
+
+    Monotonic stamps (`_ns`) are left out: people cannot read them.
+    """
     time_of_day = event.pop("ts")[11:19]
     who = event.pop("role")
     if who == "rank":
@@ -104,7 +107,7 @@ def _render_console(_logger: WrappedLogger, _method: str, event: EventDict) -> b
     event.pop("pid")
     line = f"{time_of_day} {event.pop('level'):<7} {who:<11} {event.pop('event')}"
     error = event.pop("exc_info", None)
-    fields = "".join(f"  {name}={_plain(value)}" for name, value in event.items())
+    fields = "".join(f"  {name}={_plain(value)}" for name, value in event.items() if not name.endswith("_ns"))
     text = line + fields
     if error:
         text += "\n" + _format_exception(error)

@@ -107,10 +107,10 @@ def test_an_exception_stays_inside_its_line(stderr: pytest.CaptureFixture[bytes]
 
 
 def test_console_lines_are_short_and_plain(stderr: pytest.CaptureFixture[bytes]) -> None:
-    """log.format = "console" is for a person at a terminal."""
+    """log.format = "console" is for a person at a terminal, to whom monotonic nanoseconds say nothing."""
     configure("console")
 
-    log.get().warning("rank_lost", peer="rank 0", count=3)
+    log.get().warning("rank_lost", peer="rank 0", count=3, received_ns=6023113525302)
 
     (line,) = lines(stderr)
     assert line.decode()[8:] == " warning rank1       rank_lost  peer='rank 0'  count=3"
