@@ -19,6 +19,7 @@ from dsparkd import log as log_module
 from dsparkd import supervisor
 from dsparkd.config import Config, Hardware
 from dsparkd.errors import EXIT_OK, ConfigError, StartError
+from dsparkd.http.keys import ApiKeys
 from dsparkd.ipc.wiring import make_wiring
 from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
 from dsparkd.model.checkpoint import StoredDtype, TensorSpec, Use, expected_tensors
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config_module.resolve(config_module.load(options.config), find_hardware())
         model = load_model_config(Path(config.engine.checkpoint))
         sizes = check_memory(config, model)
+        ApiKeys.load(config.server)  # the front end reads them itself; here only to refuse before anything is forked
         if options.command == "check-config":
             sys.stdout.write(render_config(config) + "\n" + render_memory(config, model, sizes))
             return EXIT_OK

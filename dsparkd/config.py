@@ -264,7 +264,8 @@ def load(path: Path) -> Config:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--config", str(path), f"cannot be read ({error}); name a readable TOML file") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("--config", str(path), f"cannot be read ({reason}); name a readable TOML file") from error
     try:
         config = msgspec.toml.decode(text, type=Config)
     except ConfigError:
@@ -297,9 +298,8 @@ def resolve(config: Config, hardware: Hardware) -> Config:
             "scheduler.chunk_tokens", chunk_tokens, f"use a multiple of kv.page_tokens ({config.kv.page_tokens})"
         )
     if config.engine.device == "cuda" and hardware.num_cuda_devices < config.engine.dp:
-        raise ConfigError(
-            "engine.device", "cuda", f"needs {config.engine.dp} CUDA devices, found {hardware.num_cuda_devices}"
-        )
+        remedy = f'needs {config.engine.dp} CUDA devices, found {hardware.num_cuda_devices}; use such a host, or "cpu"'
+        raise ConfigError("engine.device", "cuda", remedy)
     if config.engine.device == "cpu" and config.kv.device_bytes is None:
         raise ConfigError("kv.device_fraction", config.kv.device_fraction, "on the cpu device set kv.device_bytes")
     if config.watchdog.tick_timeout_s <= config.exchange.timeout_s:

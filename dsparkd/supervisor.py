@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -226,7 +227,10 @@ def bind_listener(config: ServerConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError("server.port", config.port, f"cannot listen on {config.host} ({error.strerror})") from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("server.host", config.host, "not an address of this machine") from error
+        remedy = f"cannot listen on {config.host} ({error.strerror}); use another port, or stop what listens there"
+        raise ConfigError("server.port", config.port, remedy) from error
     return listener
 
 
@@ -358,11 +362,9 @@ class Supervisor:
         if progress.done < progress.total and now_ns - told_ns < PROGRESS_INTERVAL_S * 1_000_000_000:
             return
         self._progress_told_ns[stage] = now_ns
-        log.info(
-            "start_progress", dp_rank=progress.dp_rank, stage=progress.stage, done=progress.done, total=progress.total
-        )
-        who = "detokenizer" if progress.dp_rank < 0 else f"rank {progress.dp_rank}"
-        status = f"STATUS=starting, {who}: {progress.stage} {progress.done}/{progress.total}"
+        child = "detokenizer" if progress.dp_rank < 0 else f"rank {progress.dp_rank}"
+        log.info("start_progress", child=child, stage=progress.stage, done=progress.done, total=progress.total)
+        status = f"STATUS=starting, {child}: {progress.stage} {progress.done}/{progress.total}"
         system.notify(f"{status}\nEXTEND_TIMEOUT_USEC={START_EXTENSION_S * 1_000_000}")
 
     def _announce(self) -> None:

@@ -302,10 +302,11 @@ def test_a_taken_port_is_a_start_failure_that_names_the_key() -> None:
             assert server.events("child_started") == []
 
 
-def test_a_host_that_is_not_ours_is_a_start_failure_that_names_the_key() -> None:
-    """C-01: a name that does not resolve is the operator's mistake, not a crash."""
+@pytest.mark.parametrize("host", ["host.invalid.", "192.0.2.1"])
+def test_a_host_that_is_not_ours_is_a_start_failure_that_names_the_key(host: str) -> None:
+    """C-01: a name that does not resolve, or another machine's address, is a mistake, and not the port's."""
     with pytest.raises(ConfigError, match=r"server\.host"):
-        bind_listener(ServerConfig(host="host.invalid."))
+        bind_listener(ServerConfig(host=host))
 
 
 def test_nobody_can_connect_before_the_ranks_are_ready() -> None:

@@ -27,7 +27,9 @@ class ApiKeys:
             mode = stat.S_IMODE(path.stat().st_mode)
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("server.api_keys_file", str(path), f"cannot be read ({error})") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            remedy = f'cannot be read ({reason}); write one key a line into it, or set it to "" to need none'
+            raise ConfigError("server.api_keys_file", str(path), remedy) from error
         if mode & 0o077:
             raise ConfigError("server.api_keys_file", str(path), f"has mode {mode:04o}; run chmod 600 on it")
         keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -181,8 +181,11 @@ def load_model_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        remedy = "set engine.checkpoint to a directory in the official layout"
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return parse_model_config(values, str(path))

@@ -165,7 +165,7 @@ def test_a_wrong_key_is_refused_before_anything_is_forked(checkpoint: Path, over
 
 @pytest.mark.parametrize("fault", ["missing", "readable by others"])
 def test_a_key_file_that_cannot_be_trusted_is_refused(checkpoint: Path, tmp_path: Path, fault: str) -> None:
-    """C-01: server.api_keys_file must be readable, and by its owner alone; exit 78 and one error line."""
+    """C-01: server.api_keys_file must be readable, and by its owner alone; check-config says the same one line."""
     keys = tmp_path / "keys"
     if fault != "missing":
         keys.write_text("secret\n", encoding="utf-8")
@@ -173,8 +173,11 @@ def test_a_key_file_that_cannot_be_trusted_is_refused(checkpoint: Path, tmp_path
     with Server({"server": {"api_keys_file": str(keys)}}) as server:
         assert server.wait_exit(20) == 78
 
-        (error,) = [fields for fields in server.events() if fields["level"] == "error"]
-        assert "server.api_keys_file" in str(error["error"])
+        (line,) = server.log_text().splitlines()
+        assert line.startswith("dsparkd: server.api_keys_file = ")
+        assert server.children() == {}
+        checked = run("check-config", "--config", str(server.config_file))
+        assert (checked.returncode, checked.stderr.strip()) == (78, line)
 
 
 def test_a_taken_port_is_refused(checkpoint: Path) -> None:

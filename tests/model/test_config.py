@@ -87,7 +87,7 @@ def test_a_file_that_is_no_object_is_named(tmp_path: Path, content: bytes) -> No
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_model_config(tmp_path)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json.*set engine\.checkpoint"):
         load_model_config(tmp_path / "absent")
 
 
