@@ -39,8 +39,9 @@ log = log_module.get()
 SOURCE = "detokenizer"
 # How often text that the parent has not read is looked at for its deadline.
 CHECK_PERIOD_S = 1.0
-# Text that the parent has not read: far more than all streams of a server hold, so beyond it the parent is stuck.
-MAX_PENDING_BYTES = 64 << 20
+# Text that the parent has not read: more than all streams of a server hold, and at worst all log-probabilities of
+# prompts that the parent lets be under way; so beyond it the parent is stuck.
+MAX_PENDING_BYTES = 256 << 20
 
 
 def main(config: Config, wiring: DetokenizerWiring) -> int:

@@ -17,7 +17,7 @@ from dsparkd.errors import RequestError
 from dsparkd.http import openai
 from dsparkd.http.body import decode, parse_object
 from dsparkd.messages import SamplingParams, TokenizedRequest
-from dsparkd.routing.router import Item
+from dsparkd.routing.router import MAX_PROMPT_LOGPROBS, Item
 from dsparkd.text.encoding import Chat, ChatEncoding, Effort, PastCall, Prompt, Tool, Turn
 from dsparkd.text.tokenizer import Tokenizer
 
@@ -26,10 +26,6 @@ COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS, THINKING_MAX_TOKENS, MAX_EFFORT_MAX_TOKENS = 8192, 65536, 131072
 # 53 bits, because a client that reads JSON numbers as doubles must be able to send a drawn seed back.
 DRAWN_SEED_BITS = 53
-# Each log-probability of a prompt stands in the answer with its alternatives, about 225 bytes an entry in this process
-# before the answer is written. Steps of decoding bound the output's; a prompt's come thousands at a time.
-MAX_PROMPT_LOGPROBS = 4_000_000
-
 _EFFORTS: dict[str, Effort] = {
     "minimal": "low",
     "low": "low",

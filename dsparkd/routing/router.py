@@ -40,6 +40,10 @@ from dsparkd.routing.load import NUM_RANKS, Load, LoadBoard, RankHealth, judge_r
 
 State = Literal["starting", "serving", "draining", "failed"]
 RETRY_AFTER_S = 1
+# Log-probabilities of prompt tokens and alternatives that may be under way at once: a whole prompt's come in one frame,
+# about 27 bytes each from the detokenizer (250 at worst), and take 225 here. More would overflow the channels' bounds,
+# which count an overflow as a stuck process and end the server.
+MAX_PROMPT_LOGPROBS = 1_000_000
 
 
 class Item(NamedTuple):
@@ -47,6 +51,12 @@ class Item(NamedTuple):
 
     request: TokenizedRequest
     dp_rank: int | None
+
+
+def num_prompt_logprobs(request: TokenizedRequest) -> int:
+    """Log-probabilities that a request's first text brings along, alternatives included."""
+    sampling = request.sampling
+    return len(request.prompt_ids) * (1 + (sampling.top_logprobs or 0)) if sampling.prompt_logprobs else 0
 
 
 class RequestHandle:
@@ -57,6 +67,7 @@ class RequestHandle:
         self.index = index
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_prompt_logprobs = num_prompt_logprobs(request)
         self.dp_rank = dp_rank
         self.frame = frame
         self.answered = False  # the rank said Admitted or Refused
@@ -176,6 +187,7 @@ class Router:
         self._live: dict[str, RequestHandle] = {}
         self._outboxes: tuple[asyncio.Queue[ToRank], ...] = tuple(asyncio.Queue() for _ in range(NUM_RANKS))
         self._outstanding = [0] * NUM_RANKS  # requests of each rank that have not ended
+        self._prompt_logprobs = 0  # of all requests that have not ended
         self._frames = [0] * NUM_RANKS
         self._ready: list[RankReady | None] = [None] * NUM_RANKS
         self._detokenizer_ready = False
@@ -259,6 +271,7 @@ class Router:
         """
         self._require_serving()
         self._require_unique(items)
+        self._require_few_prompt_logprobs(items)
         ranks = self._assign(items)
         submission = Submission(self, self._limits.stream_buffer_bytes)
         explicit = [item.dp_rank is not None for item in items]
@@ -273,6 +286,7 @@ class Router:
             submission.handles.append(handle)
             self._live[handle.request_id] = handle
             self._outstanding[rank] += 1
+            self._prompt_logprobs += handle.num_prompt_logprobs
             self._board.add(rank, handle.frame, handle.num_prompt_tokens)
             route = "explicit" if explicit[index] else "balanced"
             self._registry.tally.inc(metrics.ROUTED_REQUESTS, str(rank), route)
@@ -318,6 +332,17 @@ class Router:
                     param="request_id",
                 )
             seen.add(request_id)
+
+    def _require_few_prompt_logprobs(self, items: Sequence[Item]) -> None:
+        wanted = sum(num_prompt_logprobs(item.request) for item in items)
+        if wanted and self._prompt_logprobs + wanted > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"the {wanted} log-probabilities of prompt tokens make more than {MAX_PROMPT_LOGPROBS} under way; "
+                "try again later, or send fewer prompts, a smaller n or fewer logprobs",
+                status=429,
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def _assign(self, items: Sequence[Item]) -> list[int]:
         """Choose a rank for every item, in item order. Raises RequestError; changes nothing."""
@@ -373,6 +398,7 @@ class Router:
         if not handle.finished:
             handle.finished = True
             self._outstanding[handle.dp_rank] -= 1
+            self._prompt_logprobs -= handle.num_prompt_logprobs
             self._board.take_back(handle.dp_rank, handle.frame, handle.num_prompt_tokens)
         if handle.answered:
             self._live.pop(handle.request_id, None)

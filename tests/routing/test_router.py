@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from dsparkd.config import HealthConfig, LimitsConfig
 from dsparkd.errors import ConfigError, FatalError, InvariantError, PeerError, RequestError, StartError
-from dsparkd.messages import Abort, Admitted, Farewell, Progress, Refused, RoutedBatch, Shutdown, StartFailed
+from dsparkd.messages import (
+    Abort,
+    Admitted,
+    Farewell,
+    Progress,
+    Refused,
+    RoutedBatch,
+    SamplingParams,
+    Shutdown,
+    StartFailed,
+)
+from dsparkd.routing import router
+from dsparkd.routing.router import Item
 from tests.routing.fakes import (
     Clock,
     FakeBackend,
@@ -204,6 +217,28 @@ async def test_r07_balanced_items_use_the_room_of_both_ranks() -> None:
         await backend.router.submit(items(*[None] * 8, prefix="f"))
         error = await refused(backend, items(None, prefix="g"))
         assert error.code == "queue_full"
+
+
+async def test_prompt_log_probabilities_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come in one frame a prompt: more than the channels hold would look like a stuck process, and end all."""
+    monkeypatch.setattr(router, "MAX_PROMPT_LOGPROBS", 100)
+
+    def asked(request_id: str, tokens: int) -> Item:
+        sampling = SamplingParams(max_tokens=1, seed=0, top_logprobs=4, prompt_logprobs=True)
+        request = msgspec.structs.replace(make_item(request_id, 0).request, prompt_ids=(7,) * tokens, sampling=sampling)
+        return Item(request, 0)
+
+    async with started_backend() as backend:
+        await backend.router.submit([asked("a", 10), asked("b", 5)])
+        await delivered(backend, 2)
+
+        error = await refused(backend, [asked("c", 6)])
+
+        assert (error.status, error.code, error.retry_after_s) == (429, "queue_full", 1)
+        await backend.router.submit([asked("d", 5), *items(0)])
+        await backend.say(text_delta("a", "x", finish=make_finish()))
+        await backend.until(lambda: backend.router.outstanding() == 3)
+        await backend.router.submit([asked("c", 10)])
 
 
 async def test_r07_batches_beyond_the_limit_are_400() -> None:
