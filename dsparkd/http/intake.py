@@ -26,6 +26,9 @@ COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS, THINKING_MAX_TOKENS, MAX_EFFORT_MAX_TOKENS = 8192, 65536, 131072
 # 53 bits, because a client that reads JSON numbers as doubles must be able to send a drawn seed back.
 DRAWN_SEED_BITS = 53
+# Prompt tokens of one API request, each choice's counted: up to 5 bytes each in a frame, and a frame has 256 MiB.
+MAX_BATCH_TOKENS = 32_000_000
+
 _EFFORTS: dict[str, Effort] = {
     "minimal": "low",
     "low": "low",
@@ -315,6 +318,7 @@ class Intake:
         n: int,
         encoded_ns: int,
     ) -> Work:
+        _require_few_tokens(sum(map(len, prompts)) * n)
         request_id = _request_id(body, envelope)
         tokenized_ns = self._clock()
         count = len(prompts) * n
@@ -337,6 +341,15 @@ class Intake:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         include_usage = options is not None and options.include_usage
         return Work(request_id, tuple(items), n, bool(body.stream), include_usage)
+
+
+def _require_few_tokens(count: int) -> None:
+    if count > MAX_BATCH_TOKENS:
+        raise RequestError(
+            f"the prompts of all choices have {count} tokens; send at most {MAX_BATCH_TOKENS} in one request",
+            code="batch_too_large",
+            param="n",
+        )
 
 
 def _require_few_prompt_logprobs(count: int) -> None:

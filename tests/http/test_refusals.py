@@ -398,6 +398,19 @@ async def test_r07_batch_and_queue_limits(checkpoint: Path) -> None:
         waiting.cancel()
 
 
+async def test_a_request_holds_a_bounded_number_of_prompt_tokens(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n copies of a long prompt travel in one frame; one that a channel refuses as absurd would end the server."""
+    monkeypatch.setattr(intake, "MAX_BATCH_TOKENS", 12)
+
+    error = error_of(await server.complete(prompt=[[5, 6, 7, 8], [9]], n=3), 400)
+
+    assert (error["code"], error["param"]) == ("batch_too_large", "n")
+    assert_nothing_sent(server)
+    assert (await server.complete(prompt=[[5, 6, 7], [9]], n=3)).status_code == 200
+
+
 async def test_an_answer_holds_a_bounded_number_of_prompt_log_probabilities(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
