@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from typing import TypeVar
@@ -155,6 +156,9 @@ def _require_plain_strings(value: object) -> None:
 _AT = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"^Object (?P<problem>contains unknown|missing required) field `(?P<name>[^`]*)`$")
 
+_STEP = re.compile(r"\.(\w+)|(\[)")
+_ARRAYS = (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)
+
 B = TypeVar("B", bound=msgspec.Struct)
 
 
@@ -163,10 +167,10 @@ def decode(value: dict[str, object], kind: type[B]) -> B:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
+        raise _refusal(str(error), kind) from error
 
 
-def _refusal(text: str) -> RequestError:
+def _refusal(text: str, kind: type[msgspec.Struct]) -> RequestError:
     """Turn msgspec's sentence into an error object."""
     found = _AT.match(text)
     path = (found["path"] or "") if found else ""
@@ -179,4 +183,28 @@ def _refusal(text: str) -> RequestError:
             return RequestError(f"unknown field {name!r}; remove it", code="unknown_field", param=name)
         return RequestError(f"the field {name!r} is missing", code="missing_field", param=name)
     code = "invalid_dp_rank" if param.startswith("routed_dp_rank") else "invalid_value"
-    return RequestError(f"{param or 'the body'}: {problem[0].lower()}{problem[1:]}", code=code, param=param or None)
+    message = f"{param or 'the body'}: {problem[0].lower()}{problem[1:]}"
+    if problem.startswith("Invalid") and (choices := _choices(kind, path)):
+        message += f"; use {' or '.join(choices)}"
+    return RequestError(message, code=code, param=param or None)
+
+
+def _choices(kind: type[msgspec.Struct], path: str) -> list[str]:
+    """Return the values, as JSON, that the field at msgspec's path may have; empty when its type lists none."""
+    types = [_shape(kind)]
+    tags: list[str | int | None] = []
+    for member, _ in _STEP.findall(path):
+        structs = [one for one in types if isinstance(one, msgspec.inspect.StructType)]
+        tags = [one.tag for one in structs if member and one.tag_field == member]
+        below = [field.type for one in structs for field in one.fields if field.encode_name == member]
+        below += [one.item_type for one in types if isinstance(one, _ARRAYS) and not member]
+        types = [
+            part for one in below for part in (one.types if isinstance(one, msgspec.inspect.UnionType) else (one,))
+        ]
+    values = [value for one in types if isinstance(one, msgspec.inspect.LiteralType) for value in one.values]
+    return list(dict.fromkeys(json.dumps(value) for value in (*tags, *values)))
+
+
+@functools.cache  # taken apart once: it takes milliseconds, and a client can be refused a thousand times a second
+def _shape(kind: type[msgspec.Struct]) -> msgspec.inspect.Type:
+    return msgspec.inspect.type_info(kind)

@@ -13,7 +13,8 @@ import pytest
 from dsparkd.config import LimitsConfig
 from dsparkd.errors import RequestError
 from dsparkd.http import intake, openai
-from dsparkd.http.body import parse_object
+from dsparkd.http.body import decode, parse_object
+from dsparkd.http.openai import ChatRequest
 from dsparkd.messages import Admitted, Farewell
 from tests.http.conftest import MODEL, Served, error_of, served
 from tests.routing.fakes import make_config, metric
@@ -102,6 +103,26 @@ def test_an_integer_beyond_a_double_is_found_wherever_its_digits_begin(raw: byte
     """Digits are searched from the beginnings of runs alone."""
     with pytest.raises(RequestError, match="beyond a double"):
         parse_object(raw)
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({"thinking": {"type": "on"}}, '"disabled" or "enabled"'),
+        ({"tool_choice": "required"}, '"auto" or "none"'),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "false"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, '"text"'),
+        (
+            {"messages": [{"role": "bot"}]},
+            '"system" or "developer" or "user" or "latest_reminder" or "assistant" or "tool"',
+        ),
+    ],
+)
+def test_g02_a_refused_choice_names_those_that_there_are(fields: dict[str, Any], choices: str) -> None:
+    """G-02: a refusal says what to send instead, at any depth."""
+    with pytest.raises(RequestError) as refused:
+        decode({"model": MODEL, "messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
+    assert refused.value.message.endswith(f"; use {choices}")
 
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [
