@@ -101,8 +101,14 @@ def render_config(config: Config) -> str:
 def check_memory(config: Config, model: ModelConfig) -> PoolSizes | None:
     """Return how a rank's pools divide the configured bytes; None when the budget is a fraction of the device.
 
-    Raises ConfigError when not even one sequence of engine.max_context_tokens fits.
+    Raises ConfigError when not even one sequence of engine.max_context_tokens fits into them or into the model.
     """
+    if config.engine.max_context_tokens > model.max_position_embeddings:
+        raise ConfigError(
+            "engine.max_context_tokens",
+            config.engine.max_context_tokens,
+            f"the checkpoint was made for {model.max_position_embeddings} (max_position_embeddings); use at most that",
+        )
     if config.kv.device_bytes is None:
         return None
     geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype)

@@ -143,7 +143,11 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     [
         ({"engine": {"checkpoint": "/nowhere"}}, "/nowhere"),
         ({"kv": {"device_bytes": 4096}}, "kv.device_bytes"),
-        ({"engine": {"max_context_tokens": 1 << 22}}, "engine.max_context_tokens"),
+        ({"kv": {"device_bytes": 40_000_000}}, "engine.max_context_tokens = 16384: takes 65 pages"),
+        (
+            {"engine": {"max_context_tokens": 16385}},
+            "engine.max_context_tokens = 16385: the checkpoint was made for 16384",
+        ),
         ({"engine": {"device": "cuda"}}, "engine.device"),
         ({"scheduler": {"chunk_tokens": 100}}, "scheduler.chunk_tokens"),
         ({"nonsense": {"key": 1}}, "nonsense"),
