@@ -23,10 +23,10 @@ class StartError(DsparkdError):
 
 
 class ConfigError(StartError):
-    """A configuration key is wrong: names it, what was found and what to write instead."""
+    """A configuration key is wrong: names it, what was found (None: it is not set) and what to write instead."""
 
     def __init__(self, key: str, found: object, remedy: str) -> None:
-        super().__init__(f"{key} = {found!r}: {remedy}")
+        super().__init__(f"{key} is not set: {remedy}" if found is None else f"{key} = {found!r}: {remedy}")
         self.key = key
         self.remedy = remedy
 
