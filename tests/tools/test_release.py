@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.gates import release
-from tools.gates.release import git_state, judge
+from tools.gates.release import State, git_state, judge
 
 COMMIT = "a" * 40
 GOOD: dict[str, object] = {"gate": "oracle", "commit": COMMIT, "clean": True, "exit_code": 0, "result": {"ok": True}}
@@ -62,8 +62,11 @@ def test_the_state_of_a_tree_sees_changed_and_new_files(tmp_path: Path) -> None:
     assert (len(state.commit), state.clean) == (40, False)
 
 
-def test_a_gate_without_results_fails_the_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gate_without_results_fails_the_release(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Q-11: the script compares every gate that exists, so a new gate cannot be forgotten."""
+    monkeypatch.setattr(release, "git_state", lambda: State("abc", clean=True))
     assert release.main(["--results", str(tmp_path), "--json"]) == 1
 
     shown = json.loads(capsys.readouterr().out)
