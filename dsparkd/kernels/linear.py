@@ -74,5 +74,5 @@ def require_row_invariance() -> None:
             raise CapabilityError(
                 feature='engine.device = "cpu"',
                 missing=f"a build of dsparkd/kernels/cpu.c whose rows do not depend on their number (found at {size})",
-                remedy="rebuild it with another gcc, or with -ffp-contract=off instead of fast in dsparkd/kernels/build.py",
+                remedy="rebuild it with another gcc, or with -ffp-contract=off in dsparkd/kernels/build.py",
             )
