@@ -149,7 +149,7 @@ class Rank:
             gc_frozen_objects=num_frozen,
             paths=PATHS,
         )
-        self._parent.send_nowait(ready)
+        # Logged first: the parent says `listening` as soon as it has the message, and the log should read in order.
         log.info(
             "rank_ready",
             device=ready.device,
@@ -161,6 +161,7 @@ class Rank:
             gc_frozen_objects=num_frozen,
             paths={path.path: path.state for path in PATHS},
         )
+        self._parent.send_nowait(ready)
 
     def _build_loop(self, executor: Executor, groups: RankGroups) -> Loop:
         config, dp_rank = self._config, self._wiring.dp_rank
