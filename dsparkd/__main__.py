@@ -21,7 +21,7 @@ from dsparkd.config import Config, Hardware
 from dsparkd.errors import EXIT_OK, ConfigError, StartError
 from dsparkd.http.keys import ApiKeys
 from dsparkd.ipc.wiring import make_wiring
-from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
+from dsparkd.kv.geometry import KVGeometry, PoolSizes, size_pool
 from dsparkd.model.checkpoint import StoredDtype, TensorSpec, Use, expected_tensors
 from dsparkd.model.config import ModelConfig, load_model_config
 
@@ -112,16 +112,7 @@ def check_memory(config: Config, model: ModelConfig) -> PoolSizes | None:
     if config.kv.device_bytes is None:
         return None
     geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype)
-    sizes = fit_pool(geometry, config.kv.device_bytes, config.scheduler.max_rows, config.kv.snapshot_share)
-    needed = geometry.num_pages_for(config.engine.max_context_tokens + model.gamma + 1)
-    usable = sizes.num_pages - 1  # page 0 belongs to padding
-    if needed > usable:
-        raise ConfigError(
-            "engine.max_context_tokens",
-            config.engine.max_context_tokens,
-            f"takes {needed} pages, kv.device_bytes ({config.kv.device_bytes}) gives {usable}; change one of them",
-        )
-    return sizes
+    return size_pool(geometry, config, config.kv.device_bytes)
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> tuple[int, int]:

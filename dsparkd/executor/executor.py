@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from dsparkd.config import Config, KVConfig
-from dsparkd.errors import CheckpointError, ConfigError, InvariantError
+from dsparkd.errors import CheckpointError, InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
 from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow
 from dsparkd.executor.staging import Stager, pad_rows
 from dsparkd.kernels.linear import require_row_invariance
-from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
+from dsparkd.kv.geometry import size_pool
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.config import ModelConfig, load_model_config
 from dsparkd.model.moe import ExpertExchange
@@ -120,24 +120,6 @@ def rank_device(config: Config, dp_rank: int) -> torch.device:
     device = torch.device("cuda", dp_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def size_pool(geometry: KVGeometry, config: Config, budget_bytes: int) -> PoolSizes:
-    """Divide the budget into pages, slots and snapshots; see kv.geometry.fit_pool.
-
-    Raises ConfigError unless a sequence of engine.max_context_tokens and one draft block beyond it fits.
-    """
-    sizes = fit_pool(geometry, budget_bytes, config.scheduler.max_rows, config.kv.snapshot_share)
-    longest = config.engine.max_context_tokens + geometry.gamma + 1
-    needed, found = geometry.num_pages_for(longest), sizes.num_pages - 1
-    if needed > found:
-        raise ConfigError(
-            "kv.device_bytes",
-            budget_bytes,
-            f"holds {found * geometry.page_tokens} tokens in pages, engine.max_context_tokens needs {longest}; "
-            "raise kv.device_bytes or lower engine.max_context_tokens",
-        )
-    return sizes
 
 
 def _budget_bytes(config: KVConfig, device: torch.device) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from dsparkd.config import Config
 from dsparkd.errors import ConfigError
 
 CSA_RATIO = 4  # tokens per compressed entry of a CSA layer; its entries overlap by one window
@@ -128,3 +130,25 @@ def fit_pool(geometry: KVGeometry, device_bytes: int, max_rows: int, snapshot_sh
         needed = num_slots * geometry.slot_bytes + 2 * geometry.page_bytes
         raise ConfigError("kv.device_bytes", device_bytes, f"use at least {needed} bytes for {max_rows} rows")
     return PoolSizes(num_pages=num_pages, num_slots=num_slots, num_snapshots=num_snapshots)
+
+
+def size_pool(geometry: KVGeometry, config: Config, budget_bytes: int) -> PoolSizes:
+    """Divide a rank's budget as the configuration says; see fit_pool.
+
+    Raises ConfigError, naming the bytes that would do, unless a sequence of engine.max_context_tokens and one draft
+    block beyond it fits.
+    """
+    share = config.kv.snapshot_share
+    sizes = fit_pool(geometry, budget_bytes, config.scheduler.max_rows, share)
+    needed = geometry.num_pages_for(config.engine.max_context_tokens + geometry.gamma + 1)
+    usable = sizes.num_pages - 1  # page 0 belongs to padding
+    if needed > usable:
+        page_bytes = math.ceil((needed + 1) * geometry.page_bytes / (1 - share)) + geometry.snapshot_bytes
+        enough = sizes.num_slots * geometry.slot_bytes + page_bytes
+        raise ConfigError(
+            "kv.device_bytes",
+            budget_bytes,
+            f"gives {usable} pages, engine.max_context_tokens ({config.engine.max_context_tokens}) takes {needed}; "
+            f"use at least {enough} bytes or a shorter context",
+        )
+    return sizes

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, SchedulerConfig, resolve
-from dsparkd.errors import CheckpointError, ConfigError, InvariantError
+from dsparkd.errors import CheckpointError, InvariantError
 from dsparkd.executor.collectives import RankGroups
-from dsparkd.executor.executor import Executor, size_pool
+from dsparkd.executor.executor import Executor
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, StepKind
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
@@ -324,21 +324,6 @@ def test_build_loads_with_progress_and_stays_inside_the_budget(checkpoint: Path)
     assert sum(built.kv_bytes.values()) <= 4 << 20
     assert built.sizes.num_slots == 7
     assert built.weight_bytes > 0
-
-
-def test_a_pool_that_cannot_hold_one_longest_sequence_is_refused_with_both_numbers(checkpoint: Path) -> None:
-    """Decision 11: else one admitted request could never finish."""
-    geometry = load_model_config(checkpoint).kv_geometry(PAGE, "float32")
-    budget = 7 * geometry.slot_bytes + 9 * geometry.page_bytes
-    # A snapshot's share of so small a rest is none, so nine pages remain, one of them the null page.
-    fits = size_pool(geometry, config_of(checkpoint, budget, max_context_tokens=8 * PAGE - 1), budget)
-    assert fits.num_pages == 9 - fits.num_snapshots * geometry.snapshot_bytes // geometry.page_bytes
-
-    with pytest.raises(ConfigError, match=r"kv\.device_bytes") as refusal:
-        size_pool(geometry, config_of(checkpoint, budget, max_context_tokens=8 * PAGE), budget)
-
-    assert str(budget) in str(refusal.value)
-    assert str(8 * PAGE + 1) in str(refusal.value)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:

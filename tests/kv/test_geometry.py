@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from dsparkd.config import Config, EngineConfig, KVConfig, SchedulerConfig
 from dsparkd.errors import ConfigError
-from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool
+from dsparkd.kv.geometry import KVGeometry, PoolSizes, fit_pool, size_pool
 
 
 def flash(gamma: int = 5, page_tokens: int = 256) -> KVGeometry:
@@ -76,3 +79,31 @@ def test_a_budget_without_room_for_a_page_names_the_least_that_has() -> None:
 def test_pages_for_tokens_round_up() -> None:
     """The last page may be partly filled."""
     assert [flash().num_pages_for(n) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
+
+
+def config_of(budget: int, max_context_tokens: int, snapshot_share: float) -> Config:
+    return Config(
+        engine=EngineConfig(checkpoint="/model", max_context_tokens=max_context_tokens),
+        kv=KVConfig(device_bytes=budget, snapshot_share=snapshot_share),
+        scheduler=SchedulerConfig(max_rows=8),
+    )
+
+
+@pytest.mark.parametrize("snapshot_share", [0.001, 0.25, 0.9])
+@pytest.mark.parametrize("context", [256, 16_384, 100_000])
+def test_a_pool_without_room_for_one_longest_sequence_is_refused_with_the_bytes_that_do(
+    context: int, snapshot_share: float
+) -> None:
+    """Decision 11: else one admitted request could never finish. The remedy, followed, works."""
+    geometry = flash()
+    budget = 9 * geometry.slot_bytes + 2 * geometry.page_bytes
+    with pytest.raises(ConfigError, match=r"kv\.device_bytes") as refusal:
+        size_pool(geometry, config_of(budget, context, snapshot_share), budget)
+    assert f"engine.max_context_tokens ({context})" in str(refusal.value)
+    found = re.search(r"at least (\d+) bytes", str(refusal.value))
+    assert found is not None
+    enough = int(found[1])
+
+    sizes = size_pool(geometry, config_of(enough, context, snapshot_share), enough)
+
+    assert (sizes.num_pages - 1) * 256 >= context + geometry.gamma + 1
