@@ -84,7 +84,7 @@ def openapi_document(limits: LimitsConfig) -> Json:
 
 def _anything(kind: type) -> Json:
     if kind is not object:
-        raise NotImplementedError
+        raise NotImplementedError  # what msgspec expects of a schema hook for any other type
     return {"description": "Accepted and ignored."}
 
 
