@@ -16,7 +16,7 @@ import msgspec
 import dsparkd
 from dsparkd import config as config_module
 from dsparkd import log as log_module
-from dsparkd import supervisor
+from dsparkd import supervisor, system
 from dsparkd.config import Config, Hardware
 from dsparkd.errors import EXIT_OK, ConfigError, StartError
 from dsparkd.http.keys import ApiKeys
@@ -73,6 +73,9 @@ def serve(config: Config) -> int:
     log_module.configure("parent", None, config.log.format, config.log.level)
     listener = supervisor.bind_listener(config.server)
     wiring = make_wiring()
+    if config.engine.device == "cpu":
+        # The ranks compute on the cores that every text event wakes somebody on, and when one is preempted both wait.
+        system.schedule_as_batch()
     children = supervisor.fork_children(config, wiring)
     return supervisor.serve(config, wiring.parent, children, listener, _build_app)
 

@@ -85,6 +85,11 @@ def notify(state: str) -> bool:
     return True
 
 
+def schedule_as_batch() -> None:
+    """Let the kernel treat this process and its later children as batch work: waking, they preempt nobody."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def cpu_count_available(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many CPUs this process may use: the smaller of its affinity and its cgroup v2 quota, rounded up."""
     cpus = len(os.sched_getaffinity(0))

@@ -70,6 +70,13 @@ def test_ready_follows_the_start_and_the_stop(checkpoint: Path) -> None:
         )
 
 
+def test_on_the_cpu_every_process_is_batch_work(checkpoint: Path) -> None:
+    """A woken parent or detokenizer must not push a rank off its core: the other rank would wait, too."""
+    with Server() as server:
+        server.wait_ready()
+        assert {os.sched_getscheduler(pid) for pid in server.pids()} == {os.SCHED_BATCH}
+
+
 def test_a_warm_rank_has_frozen_its_garbage(checkpoint: Path) -> None:
     """L-41: the permanent generation is filled before READY, and exported."""
     with Server() as server:
