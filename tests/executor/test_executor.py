@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, SchedulerConfig, resolve
-from dsparkd.errors import CheckpointError, InvariantError
+from dsparkd.errors import CapabilityError, CheckpointError, InvariantError
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.executor import Executor
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, StepKind
@@ -337,3 +337,21 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(checkpoint: Path, t
 
     with pytest.raises(CheckpointError, match=str(VOCAB)):
         Executor(0, model, 0, pool, exchange, Tokenizer.load(tmp_path))
+
+
+def test_build_proves_the_cpu_kernels_before_it_loads_anything(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build whose bits depend on the batch is a start failure, so the proof must really run at the start."""
+
+    def refuse() -> None:
+        raise CapabilityError(feature="kernels", missing="row invariance", remedy="rebuild")
+
+    monkeypatch.setattr("dsparkd.executor.executor.require_row_invariance", refuse)
+    stages: list[tuple[str, int, int]] = []
+    exchange = load_both_shards(checkpoint, load_model_config(checkpoint), torch.float32, CPU)[1]
+
+    with pytest.raises(CapabilityError, match="row invariance"):
+        Executor.build(config_of(checkpoint), 0, exchange, lambda *stage: stages.append(stage))
+
+    assert stages == []
