@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsparkd.model.checkpoint import FP4_GROUP, FP8_BLOCK, StoredDtype, TensorSpec, expected_tensors, nextn_tensors
+from dsparkd.model.checkpoint import StoredDtype, TensorSpec, expected_tensors, nextn_tensors
 from dsparkd.model.config import ModelConfig, parse_model_config
 from tools.nano_tokenizer import FIRST_SPECIAL, NOISE_TOKEN, train_tokenizer
+from tools.number_formats import encode_fp4, encode_fp8
 
 Values = dict[str, object]
 
@@ -171,44 +172,6 @@ def _draw(name: str, shape: tuple[int, ...], config: ModelConfig, generator: tor
 def _distinct_experts(shape: tuple[int, ...], num_experts: int, generator: torch.Generator) -> Tensor:
     """[V, k] int64: k different experts a token id."""
     return torch.rand((shape[0], num_experts), generator=generator).argsort(1)[:, : shape[1]].contiguous()
-
-
-def power_of_two_scale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """amax float32 -> (e8m0 codes uint8, reciprocal scale float32): the least 2 ** e with amax / 2 ** e <= largest."""
-    bits = (amax / largest).view(torch.int32)
-    exponent = ((bits >> 23) & 255) - 127 + ((bits & 0x7FFFFF) != 0).int()
-    return (exponent + 127).to(torch.uint8), torch.exp2(-exponent.float())
-
-
-def encode_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[O, I] float32 -> float8_e4m3fn [O, I] and e8m0 scales of 128 x 128 blocks, the last ones cut."""
-    rows, columns = values.shape
-    tall, wide = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
-    padded = torch.zeros((tall * FP8_BLOCK, wide * FP8_BLOCK))
-    padded[:rows, :columns] = values
-    blocks = padded.view(tall, FP8_BLOCK, wide, FP8_BLOCK)
-    codes, reciprocal = power_of_two_scale(blocks.abs().amax((1, 3)).clamp(min=1e-4), 448)
-    scaled = (blocks * reciprocal[:, None, :, None]).clamp(-448, 448).view(padded.shape)
-    return scaled[:rows, :columns].to(torch.float8_e4m3fn).contiguous(), codes.view(torch.float8_e8m0fnu)
-
-
-def encode_fp4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[O, I] float32 -> int8 [O, I / 2], two E2M1 codes a byte, and e8m0 scales of groups of 32 columns."""
-    rows, columns = values.shape
-    groups = -(-columns // FP4_GROUP)
-    padded = torch.zeros((rows, groups * FP4_GROUP))
-    padded[:, :columns] = values
-    grouped = padded.view(rows, groups, FP4_GROUP)
-    codes, reciprocal = power_of_two_scale(grouped.abs().amax(2).clamp(min=6 * 2.0**-126), 6)
-    scaled = (grouped * reciprocal[:, :, None]).view(padded.shape)[:, :columns]
-    # Half-way values go to the even code: bucketize puts a boundary itself below, nudged ones above.
-    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    up = torch.tensor([False, True, False, True, False, True, False])
-    bounds = torch.where(up, torch.nextafter(bounds, torch.tensor(0.0)), bounds)
-    magnitude = torch.bucketize(scaled.abs(), bounds)
-    nibbles = (magnitude + 8 * (scaled < 0)).to(torch.uint8)
-    packed = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
-    return packed.view(torch.int8).contiguous(), codes.view(torch.float8_e8m0fnu)
 
 
 def write_nano(directory: Path, seed: int) -> ModelConfig:

@@ -16,8 +16,9 @@ from dsparkd.model.checkpoint import Use, expected_tensors
 from dsparkd.model.config import load_model_config, parse_model_config
 from dsparkd.model.weights import Checkpoint, decode_e8m0, decode_fp4, decode_fp8, load_transformer
 from tests.model.values import small_values
+from tools.number_formats import encode_fp4, encode_fp8
 from tools.oracle import read_official
-from tools.random_checkpoint import encode_fp4, encode_fp8, write_checkpoint
+from tools.random_checkpoint import write_checkpoint
 
 CPU = torch.device("cpu")
 
