@@ -2,6 +2,7 @@
 
 A state is a mapping of official names without scales to tensors; the routed experts of one layer are stacked, as
 `layers.N.ffn.experts.w1` and `.w3` [E, I, D] and `.w2` [E, D, I] (E experts, I inner width, D model width).
+fake_quantise works on the last two dimensions, so more may be stacked in front of them.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ class Storage(Enum):
     I64 = "int64"
 
 
+# Names may lack their prefix, as those of tensors that stack the layers do; every spelling is listed, so that a
+# misspelt one is no bfloat16 tensor by accident.
 _STORAGES = (
-    (r"ffn\.experts\.w[123]$", Storage.FP4),
+    (r"ffn\.experts\.(\d+\.)?w[123](\.weight)?$", Storage.FP4),
     (r"(attn|indexer)\.(wq_a|wq_b|wkv|wo_a|wo_b)\.weight$", Storage.FP8),
     (r"shared_experts\.w[123]\.weight$", Storage.FP8),
-    (r"^mtp\.0\.main_proj\.weight$", Storage.FP8),
-    (r"(hc_(attn|ffn|head)_(fn|base|scale)|attn_sink|\.ape|gate\.bias)$", Storage.F32),
+    (r"\bmain_proj\.weight$", Storage.FP8),
+    (r"(hc_(attn|ffn|head)_(fn|base|scale)|attn_sink|\bape|gate\.bias)$", Storage.F32),
     (r"gate\.tid2eid$", Storage.I64),
-    (r"\.weight$", Storage.BF16),
+    (r"\b(embed|head|[a-z_]*norm|gate|weights_proj|markov_w[12])\.weight$", Storage.BF16),
+    (r"(compressor\.(wkv|wgate)|confidence_head\.proj)\.weight$", Storage.BF16),
 )
 _STACKED = re.compile(r"^(.*\.ffn\.experts)\.(\d+)\.(w[123])\.weight$")
 
@@ -60,7 +64,8 @@ def storage(name: str) -> Storage:
 def fake_quantise(name: str, tensor: Tensor) -> Tensor:
     """Return what an exported file will hold for the name, dequantised: float32 (int64 tables as they are).
 
-    On the tensor's device, without a gradient: the caller adds the straight-through one.
+    On the tensor's device, without a gradient: the caller adds the straight-through one. Raises ValueError for a name
+    that is not the layout's.
     """
     values = tensor.detach()
     match storage(name):

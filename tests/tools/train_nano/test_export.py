@@ -143,8 +143,32 @@ def test_storage_follows_the_table_of_the_layout(values: Values) -> None:
                 layer, _, rest = name.partition(".ffn.experts.")
                 name = f"{layer}.ffn.experts.{rest.split('.')[1]}"
             assert storage(name) is kinds[spec.dtype], name
+
+
+@pytest.mark.parametrize("name", ["layers.0.attn.window", "layers.0.attn.wq_c.weight", "ffn.experts.w4", "weight"])
+def test_a_strange_name_has_no_storage(name: str) -> None:
+    """Taken for bfloat16, a misspelt linear would be trained without its rounding."""
     with pytest.raises(ValueError, match="no tensor of the official layout"):
-        storage("layers.0.attn.window")
+        storage(name)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "shape"),
+    [
+        ("ffn.experts.w1", (3, 16, 128, 256)),
+        ("ffn.experts.w1.weight", (3, 16, 128, 256)),
+        ("attn.wq_b.weight", (3, 1024, 128)),
+        ("attn.compressor.wkv.weight", (3, 256, 64)),
+        ("main_proj.weight", (1, 256, 768)),
+    ],
+)
+def test_layers_may_be_stacked_under_their_common_suffix(suffix: str, shape: tuple[int, ...]) -> None:
+    """Training rounds all layers in one call: each part must come out as its own would."""
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    prefix = "mtp.0." if suffix.startswith("main") else "layers.2."
+    alone = [fake_quantise(prefix + suffix, part) for part in stack]
+    assert same_bits(fake_quantise(suffix, stack), torch.stack(alone))
+    assert not same_bits(stack, torch.stack(alone))
 
 
 def test_a_cached_entry_is_rounded_in_groups_of_64_but_for_its_rotary_columns() -> None:
