@@ -16,7 +16,7 @@ from torch import Tensor
 from dsparkd.kernels import attention as kernel
 from dsparkd.kernels.attention import EntryKeys, WindowKeys
 from dsparkd.kernels.indexer import Visible
-from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.rotary import Rotation, rotate_
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.compressor import Compressor
@@ -41,15 +41,20 @@ class Rotations:
         return cls(rotary, forward, forward.inverse())
 
 
-class Attention:
-    """One layer's attention; kind_index counts the layers of its kind, and addresses the pool."""
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """Tokens' queries [T, H, d], which carry the softmax scale, their own keys [T, d], both rotated, and the low-rank
+    residual [T, q_lora] that the queries were made of."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, layer: int) -> None:
-        name = f"layers.{layer}.attn"
-        self.ratio = config.compress_ratios[layer]
-        self._layer = layer
-        self._kind_index = config.compress_ratios[:layer].count(self.ratio)
-        self._heads, self._width = config.num_attention_heads, config.head_dim
+    queries: Tensor
+    keys: Tensor
+    residual: Tensor
+
+
+class Projections:
+    """What lies around the softmax of a layer or draft stage; `name` is its prefix, for instance layers.3.attn."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
         self._groups = config.o_groups
         self._eps = config.rms_norm_eps
         self._q_rank = config.q_lora_rank
@@ -58,29 +63,56 @@ class Attention:
         self._wq_b = Linear(source.linear(f"{name}.wq_b"))
         kv_norm = source.float32(f"{name}.kv_norm.weight")
         # Queries have no norm weight; theirs carries the softmax scale instead. [H + 1, d]
-        scale = torch.full_like(kv_norm, self._width**-0.5)
-        self._norms = torch.cat((scale.expand(self._heads, -1), kv_norm[None]))
-        self._sink = source.float32(f"{name}.attn_sink")
-        self._kernel = kernel.bind(source.device, source.dtype)
+        scale = torch.full_like(kv_norm, config.head_dim**-0.5)
+        self._norms = torch.cat((scale.expand(config.num_attention_heads, -1), kv_norm[None]))
+        self.sink = source.float32(f"{name}.attn_sink")
+        self.kernel = kernel.bind(source.device, source.dtype)
         wo_a = source.linear(f"{name}.wo_a").view(self._groups, config.o_lora_rank, -1)  # [G, o_lora, H / G * d]
         self._wo_a = wo_a.transpose(1, 2).contiguous()
         self._wo_b = Linear(source.linear(f"{name}.wo_b"))
+
+    def project(self, x: Tensor, rotation: Rotation) -> Projected:
+        """x [T, D], normed; T is a multiple of ROW_TILE."""
+        low = self._w_in(x)
+        residual = rms_norm(low[:, : self._q_rank], self._q_norm, self._eps)
+        queries, keys = self.kernel.heads(
+            self._wq_b(residual), low[:, self._q_rank :], self._norms, rotation, self._eps
+        )
+        return Projected(queries, keys, residual)
+
+    def keys(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """x [T, D] of tokens that ask nothing -> their keys [T, d], rotated; T is a multiple of ROW_TILE.
+
+        The product yields their low-rank queries too; a second copy of the weight would cost more than it saves.
+        """
+        keys = rms_norm(self._w_in(x)[:, self._q_rank :], self._norms[-1], self._eps)
+        return rotate_(keys[:, None], rotation)[:, 0]
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """mixed [T, H, d], rotated back -> [T, D]."""
+        grouped = mixed.view(mixed.shape[0], self._groups, -1).transpose(0, 1)  # [G, T, H / G * d]
+        return self._wo_b(torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1))
+
+
+class Attention:
+    """One layer's attention; kind_index counts the layers of its kind, and addresses the pool."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int) -> None:
+        name = f"layers.{layer}.attn"
+        self.ratio = config.compress_ratios[layer]
+        self._layer = layer
+        self._kind_index = config.compress_ratios[:layer].count(self.ratio)
+        self._projections = Projections(config, source, name)
         self._compressor = Compressor(config, source, name, self.ratio) if self.ratio else None
         self._indexer = Indexer(config, source, f"{name}.indexer") if self.ratio == CSA_RATIO else None
 
     def forward(self, x: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool) -> Tensor:
         """x [T, D], normed -> [T, D]; stores the chunk's state into the pool."""
-        low = self._w_in(x)
-        residual = rms_norm(low[:, : self._q_rank], self._q_norm, self._eps)
-        queries, keys = self._kernel.heads(
-            self._wq_b(residual), low[:, self._q_rank :], self._norms, rotations.forward, self._eps
-        )
+        projected = self._projections.project(x, rotations.forward)
         entries = None
         if self.ratio:
-            entries = self._compress(x.float(), residual, inputs, rotations, pool)
-        output = self._attend(queries, keys, entries, inputs, rotations.inverse, pool)
-        grouped = output.view(x.shape[0], self._groups, -1).transpose(0, 1)  # [G, T, H / G * d]
-        return self._wo_b(torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1))
+            entries = self._compress(x.float(), projected.residual, inputs, rotations, pool)
+        return self._projections.output(self._attend(projected, entries, inputs, rotations.inverse, pool))
 
     def _compress(
         self, x32: Tensor, residual: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool
@@ -113,14 +145,14 @@ class Attention:
 
     def _attend(
         self,
-        queries: Tensor,
-        keys: Tensor,
+        projected: Projected,
         entries: _Entries | None,
         inputs: ForwardInputs,
         inverse: Rotation,
         pool: KVPool,
     ) -> Tensor:
-        """queries [T, H, d], the chunk's window keys [T, d] -> [T, H, d] in their dtype, padding zero."""
+        """The chunk's queries over window and entries -> [T, H, d] in their dtype, padding zero."""
+        queries, keys, attend = projected.queries, projected.keys, self._projections.kernel.attend
         ring = pool.window[self._layer]
         output = torch.empty_like(queries)
         output[inputs.num_tokens :] = 0
@@ -128,7 +160,7 @@ class Attention:
             part = slice(block.start, block.stop)
             window = WindowKeys(ring, keys, block.sources, block.first, block.all_visible)
             chosen = self._choose(entries, b, part) if entries is not None else None
-            output[part] = self._kernel.attend(queries[part], window, chosen, self._sink, inverse.rows(part))
+            output[part] = attend(queries[part], window, chosen, self._projections.sink, inverse.rows(part))
         # Only now: storing the chunk overwrites rows that its first tokens still needed.
         store = inputs.attention.window_store
         ring.index_copy_(0, store.dst, keys.index_select(0, store.src))
