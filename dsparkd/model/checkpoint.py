@@ -28,7 +28,7 @@ class Use(StrEnum):
 
     TARGET = "target"  # every rank
     EXPERT = "expert"  # the rank that owns the expert
-    DRAFT = "draft"  # mtp.*: recognised and checked, not loaded
+    DRAFT = "draft"  # mtp.*: every rank with a drafter; of its experts, the rank that owns them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
         table.block(f"layers.{layer}.", ratio, hashed=layer < config.num_hash_layers)
     if config.dspark is not None:
         table.use = Use.DRAFT
-        stages = len(config.dspark.target_layer_ids)
+        stages = config.dspark.num_stages
         for stage in range(stages):
             table.block(f"mtp.{stage}.", 0, hashed=False)
         table.linear("mtp.0.main_proj", D, stages * D)

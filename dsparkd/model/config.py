@@ -48,12 +48,21 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class DSparkConfig:
-    """The drafter's part: gamma rows a block, tapped main layers, rank of the bigram bias."""
+    """The drafter's part: gamma rows a block, tapped main layers, rank of the bigram bias.
+
+    confidence_temperatures: what divides the confidence logits, one a draft position.
+    """
 
     block_size: int
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
     markov_rank: int
+    confidence_temperatures: tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Draft stages: the official files hold one a tapped layer."""
+        return len(self.target_layer_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,12 @@ class _Fields:
         if not isinstance(found, list) or not all(type(one) is int for one in found):
             raise CheckpointError(f"{self._where}: {key} = {found!r}: expected a list of integers")
         return tuple(found)
+
+    def positives(self, key: str) -> tuple[float, ...]:
+        found = self.value(key)
+        if not isinstance(found, list) or not all(type(one) in (int, float) and 0 < one < math.inf for one in found):
+            raise CheckpointError(f"{self._where}: {key} = {found!r}: expected a list of positive numbers")
+        return tuple(map(float, found))
 
     def section(self, key: str) -> _Fields | None:
         """Return the fields of a nested object, None for null."""
@@ -303,12 +318,27 @@ def _parse_dspark(fields: _Fields, num_layers: int, vocab_size: int, where: str)
         raise CheckpointError(
             f"{where}: dspark_target_layer_ids = {list(layer_ids)}: expected layers below {num_layers}"
         )
+    block_size = fields.integer("dspark_block_size", high=64)
     return DSparkConfig(
-        block_size=fields.integer("dspark_block_size", high=64),
+        block_size=block_size,
         noise_token_id=fields.integer("dspark_noise_token_id", low=0, high=vocab_size - 1),
         target_layer_ids=layer_ids,
         markov_rank=fields.integer("dspark_markov_rank"),
+        confidence_temperatures=_parse_temperatures(fields, block_size, where),
     )
+
+
+def _parse_temperatures(fields: _Fields, block_size: int, where: str) -> tuple[float, ...]:
+    """Read the calibration of the confidence head: the one key that a file may lack, as the released ones do."""
+    key = "dspark_confidence_temperatures"
+    if not fields.has(key):
+        return (1.0,) * block_size
+    found = fields.positives(key)
+    if len(found) != block_size:
+        raise CheckpointError(
+            f"{where}: {key} holds {len(found)} numbers, dspark_block_size is {block_size}: fit them to this block"
+        )
+    return found
 
 
 def _check_shapes(config: ModelConfig, where: str) -> None:

@@ -56,11 +56,11 @@ class Transformer:
         self.config = config
         self.dtype = source.dtype
         self.device = device
-        self._embedding = source.linear("embed")
+        self.embedding = source.linear("embed")
         self.blocks = [Block(config, source, layer, rank) for layer in range(config.num_hidden_layers)]
         self._head_connection = HyperHead(config, source, "")
         self._norm = source.float32("norm.weight")
-        self._head = Linear(source.float32("head.weight"))  # the product is float32: its weight is stored so
+        self.head = Linear(source.float32("head.weight"))  # the product is float32: its weight is stored so
         self._main_rotary = main_rotary(config, device)
         self._compressed_rotary = compressed_rotary(config, device)
 
@@ -79,7 +79,7 @@ class Transformer:
             return ForwardOutputs(torch.empty((0, self.config.vocab_size), device=self.device), None)
         main = Rotations.of(self._main_rotary, inputs.positions)
         compressed = Rotations.of(self._compressed_rotary, inputs.positions)
-        embedded = self._embedding.index_select(0, inputs.input_ids)
+        embedded = self.embedding.index_select(0, inputs.input_ids)
         streams = embedded[:, None].repeat(1, self.config.hc_mult, 1)  # [T, S, D]
         tapped: dict[int, Tensor] = {}
         for layer, block in enumerate(self.blocks):
@@ -96,4 +96,4 @@ class Transformer:
             return torch.empty((0, self.config.vocab_size), device=self.device)
         hidden = self._head_connection.collapse(streams.index_select(0, inputs.logit_rows))
         hidden = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return self._head(hidden.float())[: inputs.num_logits]
+        return self.head(hidden.float())[: inputs.num_logits]

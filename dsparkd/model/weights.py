@@ -26,6 +26,7 @@ from dsparkd.model.checkpoint import (
     nextn_tensors,
 )
 from dsparkd.model.config import ModelConfig
+from dsparkd.model.dspark import Drafter
 from dsparkd.model.moe import NUM_SHARDS, Experts, LocalExpertExchange
 from dsparkd.model.transformer import Transformer
 
@@ -64,6 +65,31 @@ def load_both_shards(
     return model, LocalExpertExchange(peer)
 
 
+def load_drafter(
+    directory: Path, target: Transformer, rank: int, progress: Progress | None = None
+) -> tuple[Drafter, int]:
+    """Load the drafter of the target's checkpoint with one rank's experts, and the bytes that its parameters take.
+
+    Raises CheckpointError when the checkpoint has none, or names the file or tensor that is wrong.
+    """
+    config = target.config
+    with Checkpoint(directory, config, target.dtype, target.device, (rank,), progress, part=Use.DRAFT) as checkpoint:
+        drafter = Drafter(config, checkpoint, rank, target)
+        checkpoint.finish()
+    return drafter, checkpoint.placed_bytes
+
+
+def load_both_draft_shards(directory: Path, target: Transformer) -> tuple[Drafter, LocalExpertExchange]:
+    """Load the whole drafter into the target's process, and the exchange that stands for rank 1."""
+    config = target.config
+    ranks = tuple(range(NUM_SHARDS))
+    with Checkpoint(directory, config, target.dtype, target.device, ranks, part=Use.DRAFT) as checkpoint:
+        drafter = Drafter(config, checkpoint, 0, target)
+        peer = [Experts(config, checkpoint, f"mtp.{stage}.ffn.experts", 1) for stage in range(len(drafter.stages))]
+        checkpoint.finish()
+    return drafter, LocalExpertExchange(peer)
+
+
 class _Header(Protocol):
     """What the safetensors header says of one tensor."""
 
@@ -87,7 +113,10 @@ class _File(Protocol):
 
 
 class Checkpoint:
-    """An opened checkpoint as a WeightSource. Every tensor of its files is checked when it opens."""
+    """An opened checkpoint as a WeightSource. Every tensor of its files is checked when it opens.
+
+    part: what has to be taken of it, the target (Use.TARGET) or the drafter (Use.DRAFT).
+    """
 
     def __init__(
         self,
@@ -97,6 +126,7 @@ class Checkpoint:
         device: torch.device,
         ranks: tuple[int, ...],
         progress: Progress | None = None,
+        part: Use = Use.TARGET,
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -110,7 +140,7 @@ class Checkpoint:
             self._check(directory)
             per_rank = config.n_routed_experts // NUM_SHARDS
             self._unread = {
-                name for name, spec in self._specs.items() if _wanted(spec, ranks, per_rank)
+                name for name, spec in self._specs.items() if _wanted(spec, part, ranks, per_rank)
             }  # names that the model has still to take
             self._total_bytes = sum(_num_bytes(self._specs[name]) for name in self._unread)
             self._read_bytes = 0
@@ -225,12 +255,11 @@ def decode_fp4(weight: Tensor, scale: Tensor) -> Tensor:
     return values * scale.repeat_interleave(FP4_GROUP, 1)[:, : values.shape[1]]
 
 
-def _wanted(spec: TensorSpec, ranks: tuple[int, ...], per_rank: int) -> bool:
-    """Say whether these ranks load the tensor."""
-    if spec.use is Use.EXPERT:
-        assert spec.expert is not None
-        return spec.expert // per_rank in ranks
-    return spec.use is Use.TARGET
+def _wanted(spec: TensorSpec, part: Use, ranks: tuple[int, ...], per_rank: int) -> bool:
+    """Say whether these ranks load the tensor for that part."""
+    if (spec.use is Use.DRAFT) != (part is Use.DRAFT):
+        return False
+    return spec.expert is None or spec.expert // per_rank in ranks
 
 
 def _num_bytes(spec: TensorSpec) -> int:

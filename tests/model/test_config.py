@@ -36,6 +36,16 @@ def test_a_missing_key_is_named(key: str) -> None:
         parse_model_config(values)
 
 
+def test_the_confidence_heads_temperatures_default_to_one() -> None:
+    """The released files hold none; ours are one number a draft position."""
+    plain = parse_model_config(small_values()).dspark
+    fitted = parse_model_config(small_values() | {"dspark_confidence_temperatures": [1, 2, 0.5, 1.25, 3]}).dspark
+    assert plain is not None
+    assert fitted is not None
+    assert plain.confidence_temperatures == (1.0,) * 5
+    assert fitted.confidence_temperatures == (1.0, 2.0, 0.5, 1.25, 3.0)
+
+
 def test_without_dspark_keys_there_is_no_drafter_and_no_margin() -> None:
     """gamma sizes the rings."""
     values = {key: value for key, value in small_values().items() if not key.startswith("dspark")}
@@ -73,10 +83,18 @@ def test_without_dspark_keys_there_is_no_drafter_and_no_margin() -> None:
         ("eos_token_id", 10_000),
         ("dspark_target_layer_ids", [6]),
         ("dspark_noise_token_id", -1),
+        ("dspark_noise_token_id", 192),
+        ("dspark_block_size", 0),
+        ("dspark_markov_rank", 0),
+        ("dspark_target_layer_ids", []),
+        ("dspark_confidence_temperatures", [1, 1, 1, 1]),
+        ("dspark_confidence_temperatures", [1, 1, 1, 1, 0]),
+        ("dspark_confidence_temperatures", [1, 1, 1, 1, True]),
+        ("dspark_confidence_temperatures", 1.0),
     ],
 )
 def test_a_wrong_value_is_named(key: str, value: object) -> None:
-    """C-01: what the forward pass does not compute is refused, not approximated."""
+    """C-01, D-03: what the forward pass does not compute is refused, not approximated."""
     with pytest.raises(CheckpointError, match=key):
         parse_model_config(small_values() | {key: value})
 

@@ -1,0 +1,247 @@
+"""DSpark drafter: context keys of the target's taps, block forward, Markov head, confidence head (model.md 5.2 to 5.6).
+
+A block is gamma rows: its anchor, the last token that is known, and noise. All rows see the same keys, the context
+before the anchor and the whole block; row i drafts the token behind it. The drafter holds no state: context keys are
+rows of rings that the caller keeps, one ring a stage.
+
+Letters: T padded tokens, B blocks, G rows of a block (gamma), K stages, W window, R ring rows, S streams, D width,
+H heads, d head width, M Markov rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsparkd.errors import CheckpointError
+from dsparkd.kernels import noise
+from dsparkd.kernels.attention import WindowKeys
+from dsparkd.kernels.tiles import ROW_TILE
+from dsparkd.model.attention import Projections, Rotations
+from dsparkd.model.config import DSparkConfig, ModelConfig
+from dsparkd.model.hyper_connection import HyperConnection, HyperHead
+from dsparkd.model.layers import Linear, WeightSource, main_rotary, rms_norm, sigmoid
+from dsparkd.model.moe import ExpertExchange, MoE
+from dsparkd.model.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """One rank's blocks of one step, on the model's device.
+
+    anchor_ids, positions [B] int64: each block's anchor. rings [K, R, d]: context keys. sources [B, W] int64: ring row
+    of each of the W positions before the anchor, oldest first; of the oldest, first [B] int64 have no key, and their
+    source is a row of finite values. all_visible: that first is zero throughout.
+    """
+
+    anchor_ids: Tensor
+    positions: Tensor
+    rings: Tensor
+    sources: Tensor
+    first: Tensor
+    all_visible: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """B."""
+        return self.anchor_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How blocks draw: temperatures [B] float32, 0 for a greedy block; seeds, choices [B] int64 of kernels/noise.py."""
+
+    temperatures: Tensor
+    seeds: Tensor
+    choices: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """ids [B, G] int64, the drafted tokens; logits [B, G, V] float32 that they were chosen by, before temperature.
+
+    confidence [B, G] float32: logits of the chance that a draft is accepted when those before it are; it depends on
+    those before it, not on the draft itself. `survival` turns it into chances.
+    """
+
+    ids: Tensor
+    logits: Tensor
+    confidence: Tensor
+
+
+class Stage:
+    """One draft stage: attention over context and block, then experts, each inside its own hyper-connection."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, stage: int, rank: int) -> None:
+        prefix = f"mtp.{stage}"
+        self._attention_connection = HyperConnection(config, source, prefix, "attn")
+        self.projections = Projections(config, source, f"{prefix}.attn")
+        self._experts_connection = HyperConnection(config, source, prefix, "ffn")
+        self.moe = MoE(config, source, f"{prefix}.ffn", hashed=False, rank=rank)
+
+    def forward(self, streams: Tensor, rows: _Rows, ring: Tensor, exchange: ExpertExchange) -> Tensor:
+        """streams [T, S, D], ring [R, d] -> the next stage's streams."""
+        collapsed = self._attention_connection.collapse(streams)
+        output = self._attend(collapsed.input, rows, ring)
+        streams = self._attention_connection.expand(output, streams, collapsed)
+        collapsed = self._experts_connection.collapse(streams)
+        output = self.moe.forward(collapsed.input, rows.input_ids, rows.num_tokens, exchange)
+        return self._experts_connection.expand(output, streams, collapsed)
+
+    def _attend(self, x: Tensor, rows: _Rows, ring: Tensor) -> Tensor:
+        """x [T, D], normed -> [T, D]."""
+        projected = self.projections.project(x, rows.rotations.forward)
+        real = slice(0, rows.num_tokens)
+        window = WindowKeys(ring, projected.keys, rows.sources, rows.first, rows.all_visible)
+        mixed = torch.zeros_like(projected.queries)
+        mixed[real] = self.projections.kernel.attend(
+            projected.queries[real], window, None, self.projections.sink, rows.rotations.inverse.rows(real)
+        )
+        return self.projections.output(mixed)
+
+
+class Drafter:
+    """The draft stages and heads with one rank's expert shards; embedding and vocabulary head are the target's."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, rank: int, target: Transformer) -> None:
+        self.dspark = require_dspark(config)
+        self.config = config
+        self.dtype = source.dtype
+        self.device = source.device
+        self._embedding, self._head = target.embedding, target.head
+        self._main_proj = Linear(source.linear("mtp.0.main_proj"))
+        self._main_norm = source.float32("mtp.0.main_norm.weight")
+        self.stages = [Stage(config, source, stage, rank) for stage in range(self.dspark.num_stages)]
+        last = f"mtp.{self.dspark.num_stages - 1}."
+        self._head_connection = HyperHead(config, source, last)
+        self._norm = source.float32(f"{last}norm.weight")
+        self._markov_in = source.float32(f"{last}markov_head.markov_w1.weight")  # [V, M]
+        self._markov_out = Linear(source.float32(f"{last}markov_head.markov_w2.weight"))  # M -> V
+        self._confidence = Linear(source.float32(f"{last}confidence_head.proj.weight"))  # D + M -> 1
+        self._temperatures = torch.tensor(self.dspark.confidence_temperatures, device=self.device)
+        self._rotary = main_rotary(config, self.device)
+
+    @torch.inference_mode()
+    def context_keys(self, taps: Tensor, positions: Tensor) -> Tensor:
+        """taps [T, layers * D] of tokens at positions [T] -> what the rings hold of them, [K, T, d].
+
+        T is a multiple of ROW_TILE. The keys of a token depend on its taps and position alone.
+        """
+        fused = rms_norm(self._main_proj(taps), self._main_norm, self.config.rms_norm_eps)
+        rotation = self._rotary.at(positions)
+        return torch.stack([stage.projections.keys(fused, rotation) for stage in self.stages])
+
+    @torch.inference_mode()
+    def draft(self, inputs: DraftInputs, exchange: ExpertExchange, sampling: DraftSampling | None = None) -> Drafts:
+        """Draft one block for each anchor. The caller has announced both ranks' `num_padded_rows` to the exchange.
+
+        sampling: None when every block is greedy. A rank without blocks takes part with its experts.
+        """
+        B, G, V = inputs.num_blocks, self.config.gamma, self.config.vocab_size
+        if not B:
+            for stage in self.stages:
+                stage.moe.assist(exchange, self.device)
+            nothing = torch.empty((0, G), device=self.device)
+            return Drafts(nothing.long(), torch.empty((0, G, V), device=self.device), nothing)
+        hidden, logits = self._block(inputs, exchange)
+        return self._choose(hidden.view(B, G, -1), logits.view(B, G, V), inputs, sampling)
+
+    def num_padded_rows(self, num_blocks: int) -> int:
+        """T of that many blocks: what this rank announces in ExpertExchange.begin_step."""
+        return _padded(num_blocks * self.config.gamma)
+
+    def survival(self, confidence: Tensor) -> Tensor:
+        """Drafts.confidence [B, G] -> the chance that a draft and all before it are accepted, [B, G] float32."""
+        return survival(confidence, self._temperatures)
+
+    def _block(self, inputs: DraftInputs, exchange: ExpertExchange) -> tuple[Tensor, Tensor]:
+        """All rows of all blocks: the last hidden state before its norm [B * G, D], and base logits [B * G, V]."""
+        rows = self._lay_out(inputs)
+        embedded = self._embedding.index_select(0, rows.input_ids)
+        streams = embedded[:, None].repeat(1, self.config.hc_mult, 1)  # [T, S, D]
+        for stage, ring in zip(self.stages, inputs.rings, strict=True):
+            streams = stage.forward(streams, rows, ring, exchange)
+        hidden = self._head_connection.collapse(streams)
+        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        return hidden[: rows.num_tokens], self._head(normed.float())[: rows.num_tokens]
+
+    def _lay_out(self, inputs: DraftInputs) -> _Rows:
+        """Flatten the blocks, one behind the other, and pad with noise at position 0."""
+        B, G = inputs.num_blocks, self.config.gamma
+        T = self.num_padded_rows(B)
+        offsets = torch.arange(G, device=self.device)
+        input_ids = torch.full((T,), self.dspark.noise_token_id, device=self.device)
+        input_ids[: B * G : G] = inputs.anchor_ids
+        positions = torch.zeros_like(input_ids)
+        positions[: B * G] = (inputs.positions[:, None] + offsets).view(-1)
+        block = -1 - (torch.arange(0, B * G, G, device=self.device)[:, None] + offsets)  # [B, G]: sources of its keys
+        sources = torch.cat((inputs.sources, block), 1).repeat_interleave(G, 0)
+        return _Rows(
+            num_tokens=B * G,
+            input_ids=input_ids,
+            rotations=Rotations.of(self._rotary, positions),
+            sources=sources,
+            first=inputs.first.repeat_interleave(G),
+            all_visible=inputs.all_visible,
+        )
+
+    def _choose(self, hidden: Tensor, logits: Tensor, inputs: DraftInputs, sampling: DraftSampling | None) -> Drafts:
+        """Choose draft by draft: each adds its predecessor's bigram bias to its row of base logits, in place."""
+        B, G = inputs.num_blocks, self.config.gamma
+        padded = hidden.new_zeros((_padded(B), self.config.hidden_size + self.dspark.markov_rank), dtype=torch.float32)
+        ids = torch.empty((B, G), dtype=torch.int64, device=self.device)
+        confidence = torch.empty((B, G), device=self.device)
+        previous = inputs.anchor_ids
+        for i in range(G):
+            markov = self._markov_in.index_select(0, previous)
+            padded[:B, : self.config.hidden_size] = hidden[:, i]
+            padded[:B, self.config.hidden_size :] = markov
+            confidence[:, i] = self._confidence(padded)[:B, 0]
+            logits[:, i] += self._markov_out(padded[:, self.config.hidden_size :].contiguous())[:B]
+            previous = _best(logits[:, i], inputs.positions + i + 1, sampling)
+            ids[:, i] = previous
+        return Drafts(ids, logits, confidence)
+
+
+def require_dspark(config: ModelConfig) -> DSparkConfig:
+    """Return the drafter's part of the config. Raises CheckpointError when the checkpoint has no drafter."""
+    if config.dspark is None:
+        raise CheckpointError("config.json: key 'dspark_block_size' is missing: the checkpoint has no drafter")
+    return config.dspark
+
+
+def survival(confidence: Tensor, temperatures: Tensor) -> Tensor:
+    """Confidence logits [B, G] by temperatures [G] -> products of the chances so far, [B, G] float32."""
+    return sigmoid(confidence / temperatures).cumprod(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Blocks laid out as T tokens; what WindowKeys wants of the first num_tokens."""
+
+    num_tokens: int
+    input_ids: Tensor
+    rotations: Rotations
+    sources: Tensor
+    first: Tensor
+    all_visible: bool
+
+
+def _best(logits: Tensor, positions: Tensor, sampling: DraftSampling | None) -> Tensor:
+    """Draw one id a row [B]: argmax, or argmax of log-probability plus the noise of the drafted token's position.
+
+    Plain decoding draws its token at that position with the same noise, so the two mostly agree.
+    """
+    if sampling is None:
+        return logits.max(dim=-1).indices
+    greedy = sampling.temperatures == 0
+    scores = logits - logits.amax(-1, keepdim=True)
+    drawn = scores / torch.where(greedy, 1.0, sampling.temperatures)[:, None]
+    drawn += noise.gumbel(sampling.seeds, sampling.choices, positions, logits.shape[1])
+    return torch.where(greedy[:, None], scores, drawn).max(dim=-1).indices
+
+
+def _padded(count: int) -> int:
+    return -(-count // ROW_TILE) * ROW_TILE
