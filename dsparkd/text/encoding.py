@@ -60,12 +60,13 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to answer."""
+    """A conversation to answer. response_schema: the JSON schema that the prompt tells the answer to fit."""
 
     turns: Sequence[Turn]
     tools: Sequence[Tool] = ()
     thinking: bool = True
     effort: Effort | None = None
+    response_schema: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class ChatEncoding:
                 thinking_mode=chat.thinking,
                 tools=[recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in chat.tools],
                 reasoning_effort=(chat.effort or self._default_effort) if chat.thinking else None,
+                response_schema=chat.response_schema,
             )
             rendered = self._renderer.render_conversation(conversation)
         except recipe.ConversionError as error:

@@ -1,0 +1,194 @@
+"""Long filler with keys and values scattered in it; the answer names the value of one key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+
+from dsparkd.text.encoding import Turn
+from tools.train_nano.tasks.example import Candidate, Example, Setting, pick
+from tools.train_nano.tasks.setting import draw_setting
+from tools.train_nano.tasks.words import ADJECTIVES, CITIES, COLORS, ITEMS, NAMES, NOUNS, phrases
+
+SHORTEST, LONGEST = 512, 12_288  # tokens of the whole prompt, uniform in the logarithm
+MAX_PAIRS = 64
+# Measured with conf/nano/tokenizer.json; an upper estimate, so that the bound on tokens holds.
+CHARS_PER_TOKEN = 4.2
+OVERHEAD_TOKENS = 330  # effort prefix, system prompt, question, answer
+PAIR_TOKENS = 26
+
+_FACTS = (
+    "The {a} of {k} is {v}.",
+    "For {k} the {a} is {v}.",
+    "Note that the {a} of {k} is {v}.",
+    "Remember: the {a} of {k} is {v}.",
+    "As {a} of {k} they chose {v}.",
+    "{k} has the {a} {v}.",
+    "They gave {k} the {a} {v}.",
+    "It is written that the {a} of {k} is {v}.",
+)
+_QUESTIONS = (
+    "What is the {a} of {k}?",
+    "Which {a} does {k} have?",
+    "Tell me the {a} of {k}.",
+    "Find the {a} of {k}.",
+    "Name the {a} of {k}.",
+    "I need the {a} of {k}.",
+)
+_INTRODUCTIONS = (
+    "Read the text and answer the question.",
+    "Here is a long text.",
+    "The text below holds a few facts.",
+    "Read this carefully.",
+    "Text:",
+    "Look through these notes.",
+)
+
+_SUBJECTS = phrases(
+    "The teacher|A farmer|My neighbour|The old captain|A young doctor|The baker|Her brother|His aunt|The driver|"
+    "A visitor|The gardener|The mayor|An engineer|The singer|A student|The guard|Our cook|The painter|A sailor|"
+    "The librarian|The smith|A child|The clerk|Their uncle|The pilot|A nurse|The writer|The hunter|A friend"
+)
+_VERBS = phrases(
+    "looked at|walked past|painted|forgot|described|carried|waited near|found|bought|talked about|dreamed of|"
+    "drew|cleaned|measured|repaired|admired|sold|counted|followed|hid|watched|crossed|visited|opened|left"
+)
+_ENDINGS = phrases(
+    "in the morning|before lunch|without a word|for the second time|after the rain|on a Sunday|near the station|"
+    "with great care|in a hurry|late at night|as usual|by chance|in early spring|during the storm|at noon|"
+    "with a smile|behind the house|for an hour|in silence|at the market|on the way home|under the bridge"
+)
+_THINGS = (*(one for one, _ in ITEMS), *NOUNS)
+
+
+def candidate(rng: Random, max_tokens: int | None) -> Candidate:
+    """Draw the pairs and which one is asked for. max_tokens bounds the prompt and the answer."""
+    longest = min(LONGEST, max_tokens or LONGEST)
+    shortest = min(SHORTEST, longest // 2)
+    target = int(math.exp(rng.uniform(math.log(shortest), math.log(longest))))
+    room = max(8, target - OVERHEAD_TOKENS) / PAIR_TOKENS
+    num_pairs = max(1, min(MAX_PAIRS, int(room / 1.5), int(math.exp(rng.uniform(0, math.log(MAX_PAIRS + 1))))))
+    pairs = _pairs(rng, num_pairs)
+    asked = pairs[int(rng.random() * len(pairs))]
+
+    def build() -> Example:
+        return _example(rng, draw_setting(rng), pairs, asked, target)
+
+    return Candidate(" ".join(asked), build)
+
+
+Pair = tuple[str, str, str]  # attribute, key, value
+
+
+def _pairs(rng: Random, count: int) -> list[Pair]:
+    """Draw distinct questions with their values; many share a part of their key."""
+    pairs: dict[tuple[str, str], str] = {}
+    key = _new_key(rng)
+    while len(pairs) < count:
+        adjective, noun, number = key
+        kind = rng.random()
+        if kind < 0.55:
+            key = _new_key(rng)
+        elif kind < 0.7:
+            key = (pick(rng, ADJECTIVES), noun, number)
+        elif kind < 0.8:
+            key = (adjective, pick(rng, NOUNS), number)
+        elif kind < 0.95:
+            key = (adjective, noun, 10 + int(rng.random() * 90))
+        attribute, draw_value = pick(rng, _ATTRIBUTES)
+        pairs.setdefault((attribute, "-".join(map(str, key))), draw_value(rng))
+    return [(attribute, name, value) for (attribute, name), value in pairs.items()]
+
+
+def _new_key(rng: Random) -> tuple[str, str, int]:
+    return pick(rng, ADJECTIVES), pick(rng, NOUNS), 10 + int(rng.random() * 90)
+
+
+def _digits(rng: Random) -> str:
+    return str(10_000 + int(rng.random() * 90_000))
+
+
+def _word_pair(rng: Random) -> str:
+    return f"{pick(rng, ADJECTIVES)} {pick(rng, NOUNS)}"
+
+
+_ATTRIBUTES: tuple[tuple[str, Callable[[Random], str]], ...] = (
+    *((name, _digits) for name in ("code", "code", "code", "number", "number", "pin", "price")),
+    ("color", lambda rng: pick(rng, COLORS)),
+    ("owner", lambda rng: pick(rng, NAMES)),
+    ("city", lambda rng: pick(rng, CITIES)),
+    ("password", _word_pair),
+)
+
+
+def _example(rng: Random, setting: Setting, pairs: Sequence[Pair], asked: Pair, target: int) -> Example:
+    facts = [pick(rng, _FACTS).format(a=a, k=k, v=v) for a, k, v in pairs]
+    chars = (target - OVERHEAD_TOKENS) * CHARS_PER_TOKEN - len(pairs) * PAIR_TOKENS * CHARS_PER_TOKEN
+    text = _scatter(rng, _filler(rng, int(chars)), facts)
+    questions = [asked]
+    if len(pairs) > 2 and rng.random() < 0.3:
+        others = [pick(rng, pairs) for _ in range(1 + int(rng.random() * 2))]
+        questions = [*others, asked]
+    asks = [pick(rng, _QUESTIONS).format(a=a, k=k) for a, k, _ in questions]
+    first = _place(rng, text, asks[0])
+    turns = [Turn("user", first)]
+    for (a, k, v), ask in zip(questions[:-1], asks[1:], strict=True):
+        turns += [Turn("assistant", _content(a, k, v)), Turn("user", ask)]
+    attribute, key, value = asked
+    answer = setting.answer(f"I look for the {attribute} of {key}.", _content(attribute, key, value))
+    return Example("recall", setting.chat(turns), None, answer, value, history_is_answer=not setting.thinking)
+
+
+def _content(attribute: str, key: str, value: str) -> str:
+    return f"The {attribute} of {key} is {value}."
+
+
+def _place(rng: Random, text: str, ask: str) -> str:
+    """Put the question behind the text, or before it and behind it."""
+    kind = rng.random()
+    if kind < 0.2:
+        return f"{ask}\n\n{text}\n\n{ask}"
+    if kind < 0.6:
+        return f"{pick(rng, _INTRODUCTIONS)}\n\n{text}\n\n{ask}"
+    return f"{text}\n\n{ask}"
+
+
+def _filler(rng: Random, chars: int) -> list[str]:
+    """Sentences of about so many characters in all."""
+    sentences = []
+    while chars > 0:
+        kind = rng.random()
+        if kind < 0.6:
+            sentence = (
+                f"{pick(rng, _SUBJECTS)} {pick(rng, _VERBS)} the {pick(rng, ADJECTIVES)} {pick(rng, _THINGS)} "
+                f"{pick(rng, _ENDINGS)}."
+            )
+        elif kind < 0.8:
+            sentence = (
+                f"{pick(rng, NAMES)} {pick(rng, _VERBS)} a {pick(rng, _THINGS)} in {pick(rng, CITIES)} and a "
+                f"{pick(rng, COLORS)} {pick(rng, _THINGS)}."
+            )
+        elif kind < 0.95:
+            sentence = f"The {pick(rng, _THINGS)} was {pick(rng, ADJECTIVES)} and the {pick(rng, _THINGS)} was not."
+        else:
+            sentence = f"There were {2 + int(rng.random() * 400)} of them {pick(rng, _ENDINGS)}."
+        sentences.append(sentence)
+        chars -= len(sentence) + 1
+    return sentences
+
+
+def _scatter(rng: Random, sentences: list[str], facts: Sequence[str]) -> str:
+    """Put each fact behind a random sentence, and cut the text into paragraphs."""
+    behind: dict[int, list[str]] = {}
+    for fact in facts:
+        behind.setdefault(int(rng.random() * (len(sentences) + 1)), []).append(fact)
+    pieces = list(behind.get(0, ()))
+    for index, sentence in enumerate(sentences, 1):
+        pieces.append(sentence)
+        if index in behind:
+            pieces += behind[index]
+    if len(pieces) > 12 and rng.random() < 0.5:
+        size = 4 + int(rng.random() * 12)
+        return "\n".join(" ".join(pieces[start : start + size]) for start in range(0, len(pieces), size))
+    return " ".join(pieces)
