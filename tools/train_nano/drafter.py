@@ -11,8 +11,7 @@ V vocabulary, E experts, K stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +32,7 @@ BIAS_STEP = 0.001
 TOKENS_AT_ONCE = 8192  # whose vocabulary-wide logits are looked at together
 
 
-@dataclass(frozen=True, slots=True)
-class Anchors:
+class Anchors(NamedTuple):
     """N draft blocks of a packed batch; an index counts the batch's tokens row by row.
 
     ids [N, G + 1] int64: the anchor and the tokens behind it. at [N, G] int64: index of the block rows' tokens.
@@ -56,8 +54,7 @@ class Anchors:
         return self.valid * torch.exp(-rows / DECAY)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Rows of draft blocks: hidden before the last norm and normed behind it [N, G, D]; loads [K, E] as in Features."""
 
     hidden: Tensor
@@ -77,11 +74,11 @@ class Drafter:
         self.quantise = quantise
         self.tables = {"mtp": ParameterTable(config, "mtp")}
         self.values = {"mtp": initial_values(self.tables["mtp"], config, generator)}
-        for tensor in self.values["mtp"].values():
-            tensor.requires_grad_()
+        for name, tensor in self.values["mtp"].items():
+            tensor.requires_grad_(name != "ffn.gate.bias")
         self._dspark = _require_dspark(config)
         self._compiled = Compiled(config, compile_graphs=device.type == "cuda")
-        wrap: Callable[[Callable[P, R]], Callable[P, R]] = torch.compile if device.type == "cuda" else _plain
+        wrap: Callable[[Callable[P, R]], Callable[P, R]] = _compiled if device.type == "cuda" else _plain
         self._fuse = wrap(fuse_taps)
         self._keys = wrap(context_keys)
         self._attention = wrap(attention_sublayer)
@@ -96,7 +93,8 @@ class Drafter:
     def weights(self) -> list[dict[str, Tensor]]:
         """Each stage's tensors as the forward pass uses them: what the checkpoint would hold, straight-through."""
         prepared = self._compiled.prepare(self.values["mtp"], self.dtype, self.quantise)
-        return [self.tables["mtp"].of_layer(prepared, stage) for stage in range(len(self._dspark.target_layer_ids))]
+        stages = self.tables["mtp"].unbind(prepared)
+        return [stages[stage] for stage in sorted(stages)]
 
     def official(self) -> dict[str, Tensor]:
         """Official names; see ParameterTable.unstack."""
@@ -139,6 +137,10 @@ class Drafter:
         fn, base, scale = (last[f"hc_head_{name}"] for name in ("fn", "base", "scale"))
         hidden = self._hidden(streams, fn, base, scale, config.hc_eps, eps)
         return Block(hidden, rms_norm(hidden, last["norm.weight"], eps), torch.stack(loads))
+
+
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def _plain(function: Callable[P, R]) -> Callable[P, R]:
