@@ -27,7 +27,7 @@ check: venv  ## lint, types, import rules, documents against code
 venv: $(INSTALLED)  ## build .venv and install everything into it
 
 # Generated C begins with an underscore.
-C_SOURCES := $(filter-out dsparkd/kernels/_%,$(wildcard dsparkd/kernels/*.[ch])) dsparkd/kernels/build.py
+C_SOURCES := $(foreach d,kernels native,$(filter-out dsparkd/$(d)/_%,$(wildcard dsparkd/$(d)/*.[ch] dsparkd/$(d)/*build.py)))
 
 $(INSTALLED): pyproject.toml setup.py $(C_SOURCES)
 	@test -n "$(PYTHON)" || { echo "dsparkd needs Python 3.11 or 3.12 (make PYTHON=/path/to/python)" >&2; exit 1; }

@@ -2,4 +2,9 @@
 
 from setuptools import setup
 
-setup(cffi_modules=["dsparkd/kernels/build.py:ffibuilder"])
+setup(
+    cffi_modules=[
+        "dsparkd/kernels/build.py:ffibuilder",
+        "dsparkd/native/traversal_build.py:ffibuilder",
+    ]
+)

@@ -95,6 +95,11 @@ class Tokenizer:
         except KeyError:
             raise CheckpointError(f"{FILE_NAME}: no added token {content!r}") from None
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of all added tokens, special or not."""
+        return frozenset(self._markers.values())
+
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that an id stands for; empty for an id without an entry."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
