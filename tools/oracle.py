@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, FineGrainedFP8Config
 
 from dsparkd.executor.plan import Plan, PlanRow, StepKind
 from dsparkd.executor.staging import Stager
@@ -103,20 +104,33 @@ def load_oracle(directory: Path) -> DeepseekV4ForCausalLM:
     return model
 
 
+def load_by_transformers(directory: Path) -> DeepseekV4ForCausalLM:
+    """Build the same model by transformers' own conversion of the official layout, dequantised to float32.
+
+    It reads FP8 and FP4 and needs the package accelerate for that. Raises ValueError when it leaves a tensor out.
+    """
+    loaded: object = DeepseekV4ForCausalLM.from_pretrained(
+        directory,
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+        local_files_only=True,
+    )
+    model, info = cast(tuple[DeepseekV4ForCausalLM, dict[str, list[str]]], loaded)
+    wrong = {kind: sorted(names)[:3] for kind, names in info.items() if names}
+    if wrong:
+        raise ValueError(f"transformers could not load {directory}: {wrong}")
+    model.train(False)
+    return model
+
+
 def rename(official: dict[str, Tensor], config: DeepseekV4Config) -> dict[str, Tensor]:
     """Map official names to transformers'; experts are stacked, draft tensors dropped."""
     renamed: dict[str, Tensor] = {}
-    whole = {
-        "embed.weight": "model.embed_tokens.weight",
-        "head.weight": "lm_head.weight",
-        "norm.weight": "model.norm.weight",
-        "hc_head_fn": "model.hc_head.hc_fn",
-        "hc_head_base": "model.hc_head.hc_base",
-        "hc_head_scale": "model.hc_head.hc_scale",
-    }
     for name, tensor in official.items():
-        if name in whole:
-            renamed[whole[name]] = tensor
+        if name in _WHOLE_NAMES:
+            renamed[_WHOLE_NAMES[name]] = tensor
         elif name.startswith("layers.") and ".ffn.experts." not in name:
             _, index, rest = name.split(".", 2)
             renamed[f"model.layers.{index}.{_rename_in_layer(rest)}"] = tensor
@@ -128,6 +142,15 @@ def rename(official: dict[str, Tensor], config: DeepseekV4Config) -> dict[str, T
         renamed[f"{prefix}.down_proj"] = torch.stack([official[f"{e}.w2.weight"] for e in experts])
     return renamed
 
+
+_WHOLE_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "head.weight": "lm_head.weight",
+    "norm.weight": "model.norm.weight",
+    "hc_head_fn": "model.hc_head.hc_fn",
+    "hc_head_base": "model.hc_head.hc_base",
+    "hc_head_scale": "model.hc_head.hc_scale",
+}
 
 # Longest first: indexer.compressor.wkv must not be taken for compressor.wkv.
 _LAYER_NAMES = (
@@ -159,6 +182,8 @@ _LAYER_NAMES = (
     ("ffn.shared_experts.w3.", "mlp.shared_experts.up_proj."),
     ("ffn.shared_experts.w2.", "mlp.shared_experts.down_proj."),
 )
+# Longest first on the other side, where mlp.gate. is a beginning of the bias' name.
+_BACK = sorted(_LAYER_NAMES, key=lambda pair: -len(pair[1]))
 
 
 def _rename_in_layer(name: str) -> str:
@@ -166,6 +191,29 @@ def _rename_in_layer(name: str) -> str:
         if name.startswith(official):
             return theirs + name.removeprefix(official)
     raise ValueError(f"no name for {name}")
+
+
+def rename_back(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `rename`: transformers' names to official ones, a tensor an expert."""
+    whole = {their: ours for ours, their in _WHOLE_NAMES.items()}
+    official: dict[str, Tensor] = {}
+    for name, tensor in theirs.items():
+        if name in whole:
+            official[whole[name]] = tensor
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        if rest == "mlp.experts.gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                official[f"layers.{layer}.ffn.experts.{expert}.w1.weight"] = gate
+                official[f"layers.{layer}.ffn.experts.{expert}.w3.weight"] = up
+        elif rest == "mlp.experts.down_proj":
+            for expert, down in enumerate(tensor):
+                official[f"layers.{layer}.ffn.experts.{expert}.w2.weight"] = down
+        else:
+            ours, their = next(pair for pair in _BACK if rest.startswith(pair[1]))
+            official[f"layers.{layer}.{ours}{rest.removeprefix(their)}"] = tensor
+    return official
 
 
 def read_official(directory: Path) -> dict[str, NDArray[np.generic]]:
