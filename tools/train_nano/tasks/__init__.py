@@ -5,16 +5,18 @@ from __future__ import annotations
 from random import Random
 from typing import assert_never
 
-from tools.train_nano.tasks import arithmetic, calling, copying, extraction, manners, recall
-from tools.train_nano.tasks.example import Answer, Candidate, Example, Split, Task, number_of
+from tools.train_nano.tasks.arithmetic import candidate as arithmetic_candidate
+from tools.train_nano.tasks.calling import candidate as calling_candidate
+from tools.train_nano.tasks.copying import candidate as copying_candidate
+from tools.train_nano.tasks.example import Answer, Candidate, Example, Split, Task, number_of, split_of
+from tools.train_nano.tasks.extraction import candidate as extraction_candidate
+from tools.train_nano.tasks.manners import candidate as manners_candidate
+from tools.train_nano.tasks.recall import candidate as recall_candidate
 
 TASKS: tuple[Task, ...] = ("arithmetic", "extraction", "recall", "copy", "tools", "chat")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
-_BUCKETS = 32
-_TEST_BUCKETS = 2  # the first ones; then comes one for validation
-
-__all__ = ["SPLITS", "TASKS", "Answer", "Example", "draw", "split_of"]
+__all__ = ["SPLITS", "TASKS", "Answer", "Example", "Split", "Task", "draw"]
 
 
 def draw(task: Task, split: Split, index: int, max_tokens: int | None = None) -> Example:
@@ -30,27 +32,19 @@ def draw(task: Task, split: Split, index: int, max_tokens: int | None = None) ->
             return candidate.build()
 
 
-def split_of(task: Task, combination: str) -> Split:
-    """Return the one split that may hold a combination of template and values."""
-    bucket = number_of(task, combination) % _BUCKETS
-    if bucket < _TEST_BUCKETS:
-        return "test"
-    return "validation" if bucket == _TEST_BUCKETS else "train"
-
-
 def _candidate(rng: Random, task: Task, split: Split, max_tokens: int | None) -> Candidate:
     match task:
         case "arithmetic":
-            return arithmetic.candidate(rng)
+            return arithmetic_candidate(rng)
         case "extraction":
-            return extraction.candidate(rng)
+            return extraction_candidate(rng)
         case "recall":
-            return recall.candidate(rng, max_tokens)
+            return recall_candidate(rng, split, max_tokens)
         case "copy":
-            return copying.candidate(rng, split)
+            return copying_candidate(rng, split)
         case "tools":
-            return calling.candidate(rng)
+            return calling_candidate(rng)
         case "chat":
-            return manners.candidate(rng)
+            return manners_candidate(rng, split)
         case _:
             assert_never(task)

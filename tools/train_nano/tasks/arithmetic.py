@@ -6,7 +6,7 @@ a longer number by its digits ("84 * 7 = 560 + 28 = 588").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -120,8 +120,8 @@ def _few(rng: Random) -> int:
 
 
 def _below(rng: Random, limit: int) -> int:
-    """Draw a number from 1 to limit, small ones as often as large ones by their digits."""
-    return min(1 + int(rng.random() * limit), _size(rng)) if limit > 1 else 1
+    """Draw a number of 2 to limit, or 1 where that is the limit; not larger than `_size` would give."""
+    return min(2 + int(rng.random() * (limit - 1)), _size(rng)) if limit > 1 else 1
 
 
 def _two_names(rng: Random) -> tuple[str, str]:
@@ -166,6 +166,11 @@ _TIMES = (
     "{n} works hard until there are {k} times as many.",
     "By magic every one of the {items} becomes {k} {items}.",
 )
+_TWICE = (
+    "Then the number doubles.",
+    "{n} doubles the number of {items}.",
+    "A week later there are twice as many {items}.",
+)
 _SHARES = (
     "{n} puts them into {k} equal bags and keeps one bag.",
     "{n} shares the {items} equally among {k} people, {n} being one of them.",
@@ -205,6 +210,8 @@ def _story(rng: Random) -> Problem:
         wordings = {"+": _GAINS, "-": _LOSSES, "*": _TIMES, "/": _SHARES}[kind]
         if rng.random() < 0.08:
             lines.append(pick(rng, _ASIDES).format(n=n, m=m, items=items))
+        if kind == "*" and x == 2 and rng.random() < 0.5:
+            wordings = _TWICE
         lines.append(pick(rng, wordings).format(n=n, m=m, items=items, x=x, k=x))
         numbers.append(x)
         kinds.append(kind)
@@ -282,7 +289,7 @@ def _shopping(rng: Random) -> Problem:
         pick(
             rng,
             (
-                f"A {one} costs {price} {coin}.",
+                f"{_article(one)} costs {price} {coin}.",
                 f"The price of one {one} is {price} {coin}.",
                 f"In a shop each {one} costs {price} {coin}.",
             ),
@@ -295,7 +302,9 @@ def _shopping(rng: Random) -> Problem:
         numbers += [other_count, other_price]
         total = sums.add(total, sums.multiply(other_count, other_price))
         lines.append(
-            pick(rng, (f"A {other_one} costs {other_price} {coin}.", f"One {other_one} is {other_price} {coin}."))
+            pick(
+                rng, (f"{_article(other_one)} costs {other_price} {coin}.", f"One {other_one} is {other_price} {coin}.")
+            )
         )
         bought += f" and {other_count} {other_many}"
     lines.append(pick(rng, (f"{n} buys {bought}.", f"{n} wants {bought}.", f"{n} takes {bought}.")))
@@ -314,6 +323,10 @@ def _shopping(rng: Random) -> Problem:
             )
         )
     return Problem(template, tuple(numbers), " ".join(lines), sums.steps, total)
+
+
+def _article(noun: str) -> str:
+    return f"An {noun}" if noun[0] in "aeio" else f"A {noun}"
 
 
 def _packs(rng: Random) -> Problem:
@@ -551,7 +564,7 @@ def _work(rng: Random) -> Problem:
             rng,
             (
                 f"{n} {verb} {rate} {many} a day and {m} {verb} {other}. How many {many} are that in {days} days?",
-                f"Each day {n} {verb} {rate} {many} and {m} {other} more. How many in {days} days?",
+                f"Each day {n} {verb} {rate} {many} and {m} {verb} {other}. How many do both do in {days} days?",
             ),
         )
     else:
@@ -567,6 +580,208 @@ def _work(rng: Random) -> Problem:
     return Problem(f"work{kind}", (rate, days, x), text, sums.steps, result)
 
 
+def _average(rng: Random) -> Problem:
+    """The mean of two to four numbers, which is whole."""
+    n, _ = _two_names(rng)
+    count = 2 + int(rng.random() * 3)
+    mean = 10 + int(rng.random() * 86)
+    numbers = [max(1, mean + int(rng.random() * 19) - 9) for _ in range(count - 1)]
+    last = mean * count - sum(numbers)
+    if last < 1:
+        return _average(rng)
+    numbers.append(last)
+    sums = Calculation()
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = sums.add(total, number)
+    result = sums.divide(total, count)
+    listed = _listed(numbers)
+    text = pick(
+        rng,
+        (
+            f"What is the average of {listed}?",
+            f"Find the mean of {listed}.",
+            f"{n} scores {listed} points. What is the average?",
+            f"On {count} days {n} reads {listed} pages. How many pages is that a day on average?",
+        ),
+    )
+    return Problem("average", tuple(numbers), text, sums.steps, result)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+_FRACTIONS = (("half", 2), ("a third", 3), ("a quarter", 4), ("a fifth", 5), ("a tenth", 10))
+
+
+def _fraction(rng: Random) -> Problem:
+    """A part of a whole, or what is left of it."""
+    n, m = _two_names(rng)
+    many = pick(rng, ITEMS)[1]
+    word, k = pick(rng, _FRACTIONS)
+    share = 2 + int(rng.random() * 98)
+    total = k * share
+    sums = Calculation()
+    part = sums.divide(total, k)
+    kind = int(rng.random() * 3)
+    x = 0
+    if kind == 0:
+        text = pick(
+            rng,
+            (
+                f"What is {word} of {total}?",
+                f"{n} has {total} {many} and gives {word} of them to {m}. How many does {m} get?",
+                f"Out of {total} {many}, {word} are new. How many are new?",
+            ),
+        )
+        result = part
+    elif kind == 1:
+        result = sums.subtract(total, part)
+        text = pick(
+            rng,
+            (
+                f"{n} has {total} {many} and gives {word} of them to {m}. How many does {n} keep?",
+                f"Of {total} {many}, {word} are sold. How many {many} remain?",
+                f"{n} uses {word} of {total} {many}. How many are left?",
+            ),
+        )
+    else:
+        x = _size(rng)
+        result = sums.add(part, x)
+        text = pick(
+            rng,
+            (
+                f"{m} gets {word} of {total} {many} and had {x} before. How many {many} has {m} now?",
+                f"{n} takes {word} of {total} {many} and then {x} more. How many is that?",
+            ),
+        )
+    return Problem(f"fraction{kind}", (total, k, x), text, sums.steps, result)
+
+
+def _savings(rng: Random) -> Problem:
+    """Money earned or saved week by week, with something spent or owned before."""
+    n, m = _two_names(rng)
+    coin = pick(rng, ("coins", "euros", "dollars", "crowns"))
+    rate, weeks, x = 3 + int(rng.random() * 97), _few(rng), _size(rng)
+    span = pick(rng, ("week", "month", "day"))
+    verb = pick(rng, ("saves", "earns", "gets", "puts aside"))
+    sums = Calculation()
+    kind = int(rng.random() * 3)
+    if kind == 0:
+        result = sums.add(x, sums.multiply(rate, weeks))
+        text = pick(
+            rng,
+            (
+                f"{n} has {x} {coin} and {verb} {rate} every {span}. How many {coin} are there after {weeks} {span}s?",
+                f"{n} {verb} {rate} {coin} a {span} for {weeks} {span}s and had {x} before. How many {coin} is that?",
+            ),
+        )
+    elif kind == 1:
+        total = rate * weeks
+        x = _below(rng, total - 1)
+        result = sums.subtract(sums.multiply(rate, weeks), x)
+        text = pick(
+            rng,
+            (
+                f"{n} {verb} {rate} {coin} a {span}. After {weeks} {span}s a gift for {m} costs {x}. How much is left?",
+                f"In {weeks} {span}s {n} {verb} {rate} {coin} each {span} and then spends {x}. How many {coin} remain?",
+            ),
+        )
+    else:
+        x = 0
+        total = rate * weeks
+        result = sums.divide(total, weeks)
+        text = pick(
+            rng,
+            (
+                f"{n} {verb} {total} {coin} in {weeks} {span}s, the same each {span}. How many are that a {span}?",
+                f"How many {coin} a {span} are {total} {coin} in {weeks} {span}s?",
+            ),
+        )
+    return Problem(f"savings{kind}", (rate, weeks, x), text, sums.steps, result)
+
+
+def _seats(rng: Random) -> Problem:
+    """Rows of seats, some of them taken."""
+    n, _ = _two_names(rng)
+    rows, seats = _few(rng), 4 + int(rng.random() * 40)
+    place = pick(rng, ("hall", "bus", "cinema", "theatre", "train", "classroom"))
+    sums = Calculation()
+    total = sums.multiply(rows, seats)
+    taken = _below(rng, total - 1)
+    left = sums.subtract(total, taken)
+    more = 0
+    text = pick(
+        rng,
+        (
+            f"A {place} has {rows} rows of {seats} seats. {taken} seats are taken.",
+            f"There are {rows} rows with {seats} seats each in a {place}, and {taken} people sit there.",
+        ),
+    )
+    if left > 2 and rng.random() < 0.5:
+        more = _below(rng, left - 1)
+        left = sums.subtract(left, more)
+        text += pick(rng, (f" Then {more} more people come.", f" {n} reserves {more} of the others."))
+    text += pick(rng, (" How many seats are free?", " How many seats are left?"))
+    return Problem("seats", (rows, seats, taken, more), text, sums.steps, left)
+
+
+def _transfer(rng: Random) -> Problem:
+    """Two people; some things change hands."""
+    n, m = _two_names(rng)
+    many = pick(rng, ITEMS)[1]
+    a, b = 2 + _size(rng), 2 + _size(rng)
+    x = _below(rng, a - 1)
+    sums = Calculation()
+    opening = pick(rng, (f"{n} has {a} {many} and {m} has {b}.", f"{n} owns {a} {many}, {m} owns {b}."))
+    event = pick(rng, (f"{n} gives {x} to {m}.", f"{m} gets {x} of them from {n}."))
+    kind = int(rng.random() * 3)
+    if kind == 0:
+        result, question = sums.subtract(a, x), f"How many {many} does {n} have now?"
+    elif kind == 1:
+        result, question = sums.add(b, x), f"How many {many} does {m} have now?"
+    else:
+        first, second = sums.subtract(a, x), sums.add(b, x)
+        larger, smaller, who = (first, second, n) if first > second else (second, first, m)
+        if larger == smaller:
+            return _transfer(rng)
+        result = sums.subtract(larger, smaller)
+        question = f"How many more than the other does {who} have then?"
+    return Problem(f"transfer{kind}", (a, b, x), f"{opening} {event} {question}", sums.steps, result)
+
+
+def _missing(rng: Random) -> Problem:
+    """How much more is needed."""
+    n, m = _two_names(rng)
+    many = pick(rng, ITEMS)[1]
+    have = _size(rng)
+    sums = Calculation()
+    if rng.random() < 0.5:
+        needed = have + _size(rng)
+        result = sums.subtract(needed, have)
+        text = pick(
+            rng,
+            (
+                f"{n} needs {needed} {many} but has only {have}. How many are missing?",
+                f"{n} has {have} {many}. How many more does {n} need to have {needed}?",
+                f"How many {many} must {m} add to {have} to get {needed}?",
+            ),
+        )
+        return Problem("missing0", (have, needed), text, sums.steps, result)
+    bags, size = _few(rng), 3 + int(rng.random() * 60)
+    have = _below(rng, bags * size - 1)
+    result = sums.subtract(sums.multiply(bags, size), have)
+    text = pick(
+        rng,
+        (
+            f"{n} wants to fill {bags} bags with {size} {many} each and has {have}. How many are missing?",
+            f"For {bags} guests {n} needs {size} {many} each. {m} brings {have}. How many more are needed?",
+        ),
+    )
+    return Problem("missing1", (bags, size, have), text, sums.steps, result)
+
+
 _TEMPLATES: tuple[Callable[[Random], Problem], ...] = (
     *(_story,) * 6,
     *(_expression,) * 2,
@@ -580,4 +795,10 @@ _TEMPLATES: tuple[Callable[[Random], Problem], ...] = (
     _ages,
     _shapes,
     _work,
+    _average,
+    _fraction,
+    _savings,
+    _seats,
+    _transfer,
+    _missing,
 )

@@ -80,13 +80,13 @@ def _spell(form: str, names: list[str]) -> str:
 
 
 def _names(rng: Random, count: int) -> list[str]:
-    """Draw distinct names; in one list of five many begin alike."""
+    """Draw distinct names; in one list of twelve some begin alike."""
     names: dict[str, None] = {}
-    stem = _word(rng) if rng.random() < 0.2 else None
+    stem = _word(rng) if rng.random() < 0.08 else None
     kinds = [int(rng.random() * 8) for _ in range(1 + int(rng.random() * 4))]
     while len(names) < count:
         name = _name(rng, pick(rng, kinds))
-        if stem is not None and rng.random() < 0.5:
+        if stem is not None and rng.random() < 0.3:
             name = f"{stem}_{name}"
         names[name] = None
     return list(names)

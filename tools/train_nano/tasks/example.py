@@ -74,6 +74,18 @@ class Setting(NamedTuple):
         return Answer(reasoning if self.thinking else None, content, calls)
 
 
+_BUCKETS = 32
+_TEST_BUCKETS = 2  # the first ones; then comes one for validation
+
+
+def split_of(task: Task, combination: str) -> Split:
+    """Return the one split that may hold a combination of template and values."""
+    bucket = number_of(task, combination) % _BUCKETS
+    if bucket < _TEST_BUCKETS:
+        return "test"
+    return "validation" if bucket == _TEST_BUCKETS else "train"
+
+
 def pick(rng: Random, items: Sequence[T]) -> T:
     """Draw one item; cheaper than `Random.choice`, and the same in every version of Python."""
     return items[int(rng.random() * len(items))]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from dsparkd.text.encoding import Turn
-from tools.train_nano.tasks.example import Candidate, Example, Setting, pick
+from tools.train_nano.tasks.example import Candidate, Example, Setting, Split, pick, split_of
 from tools.train_nano.tasks.setting import draw_setting
 from tools.train_nano.tasks.words import ADJECTIVES, CITIES, COLORS, ITEMS, NAMES, NOUNS, phrases
 
@@ -36,6 +36,13 @@ _QUESTIONS = (
     "Name the {a} of {k}.",
     "I need the {a} of {k}.",
 )
+_MENTIONS = (  # of keys without a value
+    "{k} was seen in {c}.",
+    "{n} asked about {k}.",
+    "Nobody talked about {k}.",
+    "{n} wanted to meet {k} in {c}.",
+    "There was a letter from {k}.",
+)
 _INTRODUCTIONS = (
     "Read the text and answer the question.",
     "Here is a long text.",
@@ -62,7 +69,7 @@ _ENDINGS = phrases(
 _THINGS = (*(one for one, _ in ITEMS), *NOUNS)
 
 
-def candidate(rng: Random, max_tokens: int | None) -> Candidate:
+def candidate(rng: Random, split: Split, max_tokens: int | None) -> Candidate:
     """Draw the pairs and which one is asked for. max_tokens bounds the prompt and the answer."""
     longest = min(LONGEST, max_tokens or LONGEST)
     shortest = min(SHORTEST, longest // 2)
@@ -73,12 +80,16 @@ def candidate(rng: Random, max_tokens: int | None) -> Candidate:
     asked = pairs[int(rng.random() * len(pairs))]
 
     def build() -> Example:
-        return _example(rng, draw_setting(rng), pairs, asked, target)
+        return _example(rng, split, pairs, asked, target)
 
-    return Candidate(" ".join(asked), build)
+    return Candidate(_combination(asked), build)
 
 
 Pair = tuple[str, str, str]  # attribute, key, value
+
+
+def _combination(pair: Pair) -> str:
+    return " ".join(pair)
 
 
 def _pairs(rng: Random, count: int) -> list[Pair]:
@@ -122,14 +133,14 @@ _ATTRIBUTES: tuple[tuple[str, Callable[[Random], str]], ...] = (
 )
 
 
-def _example(rng: Random, setting: Setting, pairs: Sequence[Pair], asked: Pair, target: int) -> Example:
+def _example(rng: Random, split: Split, pairs: Sequence[Pair], asked: Pair, target: int) -> Example:
+    setting = draw_setting(rng)
     facts = [pick(rng, _FACTS).format(a=a, k=k, v=v) for a, k, v in pairs]
     chars = (target - OVERHEAD_TOKENS) * CHARS_PER_TOKEN - len(pairs) * PAIR_TOKENS * CHARS_PER_TOKEN
     text = _scatter(rng, _filler(rng, int(chars)), facts)
-    questions = [asked]
-    if len(pairs) > 2 and rng.random() < 0.3:
-        others = [pick(rng, pairs) for _ in range(1 + int(rng.random() * 2))]
-        questions = [*others, asked]
+    others = [pair for pair in pairs if pair != asked and split_of("recall", _combination(pair)) == split]
+    rng.shuffle(others)
+    questions = [*others[: _num_before(rng, split, setting)], asked]
     asks = [pick(rng, _QUESTIONS).format(a=a, k=k) for a, k, _ in questions]
     first = _place(rng, text, asks[0])
     turns = [Turn("user", first)]
@@ -138,6 +149,17 @@ def _example(rng: Random, setting: Setting, pairs: Sequence[Pair], asked: Pair, 
     attribute, key, value = asked
     answer = setting.answer(f"I look for the {attribute} of {key}.", _content(attribute, key, value))
     return Example("recall", setting.chat(turns), None, answer, value, history_is_answer=not setting.thinking)
+
+
+def _num_before(rng: Random, split: Split, setting: Setting) -> int:
+    """Draw how many questions come before the last one.
+
+    Training without thinking, where past answers count, asks more of one text: long texts teach little otherwise.
+    """
+    draw = rng.random()
+    if split == "train" and not setting.thinking and draw < 0.4:
+        return 3 + int(rng.random() * 6)
+    return 1 + int(rng.random() * 2) if draw < 0.6 else 0
 
 
 def _content(attribute: str, key: str, value: str) -> str:
@@ -166,11 +188,14 @@ def _filler(rng: Random, chars: int) -> list[str]:
             )
         elif kind < 0.8:
             sentence = (
-                f"{pick(rng, NAMES)} {pick(rng, _VERBS)} a {pick(rng, _THINGS)} in {pick(rng, CITIES)} and a "
+                f"{pick(rng, NAMES)} {pick(rng, _VERBS)} the {pick(rng, _THINGS)} in {pick(rng, CITIES)} and the "
                 f"{pick(rng, COLORS)} {pick(rng, _THINGS)}."
             )
-        elif kind < 0.95:
+        elif kind < 0.92:
             sentence = f"The {pick(rng, _THINGS)} was {pick(rng, ADJECTIVES)} and the {pick(rng, _THINGS)} was not."
+        elif kind < 0.96:
+            key = "-".join(map(str, _new_key(rng)))
+            sentence = pick(rng, _MENTIONS).format(k=key, c=pick(rng, CITIES), n=pick(rng, NAMES))
         else:
             sentence = f"There were {2 + int(rng.random() * 400)} of them {pick(rng, _ENDINGS)}."
         sentences.append(sentence)
