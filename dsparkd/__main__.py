@@ -72,7 +72,7 @@ def serve(config: Config) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
     log_module.configure("parent", None, config.log.format, config.log.level)
     listener = supervisor.bind_listener(config.server)
-    wiring = make_wiring()
+    wiring = make_wiring(supervisor.open_exchange(config))
     if config.engine.device == "cpu":
         # The ranks compute on the cores that every text event wakes somebody on, and when one is preempted both wait.
         system.schedule_as_batch()

@@ -75,3 +75,17 @@ class PeerError(FatalError):
 
 class InvariantError(FatalError):
     """Something that must hold did not: a bug in this program, never a client's doing."""
+class ExchangeError(PeerError):
+    """The native exchange failed: its code, and the channel and sequence number of the call, None outside of one."""
+
+    def __init__(self, message: str, *, code: str, channel: int | None, sequence: int | None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.channel = channel
+        self.sequence = sequence
+
+
+class ExchangeStopped(DsparkdError):
+    """The parent ended a rank's wait for the other one: an order to leave, above the loop no error."""
+
+

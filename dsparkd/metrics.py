@@ -82,7 +82,7 @@ PATH_ACTIVE = _family(
     "path_active",
     "gauge",
     "1 if the path was proven at start and is in use, else 0.",
-    path=("gloo_exchange", "prefix_cache", "mixed_step"),
+    path=("native_exchange", "gloo_exchange", "prefix_cache", "mixed_step"),
 )
 READY = _family("ready", "gauge", "1 while new work is accepted.", by_rank=False)
 
@@ -204,9 +204,19 @@ KV_PAGES = _family(
 )
 
 EXCHANGE_SECONDS = _family(
-    "exchange_seconds_total", "counter", "Time in the agreement of the two ranks.", channel=("plan",), phase=("total",)
+    "exchange_seconds_total",
+    "counter",
+    "Time in the agreement of the two ranks; total - after_last is the wait for a rank that came later.",
+    channel=("plan",),
+    phase=("total", "peer_wait", "arrival_skew", "after_last"),
 )
 EXCHANGE_CALLS = _family("exchange_calls_total", "counter", "Agreements of the two ranks.", channel=("plan",))
+EXCHANGE_SLEEPS = _family(
+    "exchange_sleeps_total", "counter", "Times that a rank slept in an agreement.", channel=("plan",)
+)
+EXCHANGE_WAKES = _family(
+    "exchange_wakes_total", "counter", "Times that a rank woke the other one in an agreement.", channel=("plan",)
+)
 EXCHANGE_SEQUENCE = _family("exchange_sequence", "gauge", "Number of the last agreement.", channel=("plan",))
 
 CHILD_EXITS = _family(
@@ -251,6 +261,8 @@ FAMILIES: tuple[Family, ...] = (
     KV_PAGES,
     EXCHANGE_SECONDS,
     EXCHANGE_CALLS,
+    EXCHANGE_SLEEPS,
+    EXCHANGE_WAKES,
     EXCHANGE_SEQUENCE,
     CHILD_EXITS,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import hashlib
+import os
 import signal
 import sys
 import time
@@ -22,8 +23,8 @@ import msgspec
 
 import dsparkd
 from dsparkd import log as log_module
-from dsparkd import metrics
-from dsparkd.config import Config, HealthConfig
+from dsparkd import metrics, system
+from dsparkd.config import Config, ExchangeConfig, HealthConfig
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, ConfigError, FatalError, InvariantError, PeerError, StartError
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.executor import Executor, rank_device
@@ -39,8 +40,9 @@ from dsparkd.messages import (
     ToRank,
     decode_to_rank,
 )
+from dsparkd.native.exchange import Attachment, config_digest
 from dsparkd.scheduler.account import Account
-from dsparkd.scheduler.exchange import GlooExchange
+from dsparkd.scheduler.exchange import Exchange, GlooExchange, NativeExchange
 from dsparkd.scheduler.loop import Bounds, Lines, Loop, Parts, TickRecord
 from dsparkd.scheduler.policy import Limits, Planner
 from dsparkd.scheduler.queue import RequestQueue
@@ -59,7 +61,6 @@ NUM_CRASH_REPORTS = 16  # a rank that fails again and again must not fill the di
 TICK_MARGIN = 3
 
 PATHS = (
-    PathState("gloo_exchange", "active", 'exchange.kind = "gloo"'),
     PathState("prefix_cache", "active", "always on"),
     PathState("mixed_step", "active", "always on"),
 )
@@ -107,6 +108,8 @@ class Rank:
         )
         self._groups: RankGroups | None = None
         self._executor: Executor | None = None
+        self._native: NativeExchange | None = None
+        self._paths: tuple[PathState, ...] = ()
         self._queue = RequestQueue()
         self._loop: Loop | None = None
 
@@ -114,6 +117,10 @@ class Rank:
         """Do everything up to RankReady. Raises StartError, or PeerError when the peer does not come along."""
         config, dp_rank = self._config, self._wiring.dp_rank
         timeouts = config.exchange
+        spin_s = choose_spin_s(timeouts.spin_s, system.cpu_share_available())
+        if timeouts.kind == "native":
+            self._native = open_native_exchange(config, self._wiring, spin_s)
+        self._paths = (*exchange_paths(timeouts, spin_s), *PATHS)
         self._progress("groups", 0, 1)
         self._groups = groups = RankGroups.open(
             dp_rank,
@@ -127,12 +134,14 @@ class Rank:
         self._loop = self._build_loop(executor, groups)
         # One rank may have loaded for minutes longer; from here on both are in step.
         groups.barrier(timeouts.startup_timeout_s)
+        if self._native is not None:
+            self._native.prove(timeouts.timeout_s)
         self._progress("warm_up", 0, 1)
         longest_tick_s = warm_up(executor, warm_up_plans(config, executor.sizes.num_pages), time.monotonic_ns)
         require_fresh_snapshots(config.health, longest_tick_s)
         num_frozen = freeze_garbage() if config.gc.freeze else 0
         self._tally.set(metrics.GC_FROZEN_OBJECTS, str(dp_rank), to=num_frozen)
-        for path in PATHS:
+        for path in self._paths:
             self._tally.set(metrics.PATH_ACTIVE, str(dp_rank), path.path, to=float(path.state == "active"))
         groups.barrier(timeouts.startup_timeout_s)
         self._announce(executor, longest_tick_s, num_frozen)
@@ -147,7 +156,7 @@ class Rank:
             num_snapshots=executor.sizes.num_snapshots,
             longest_tick_s=longest_tick_s,
             gc_frozen_objects=num_frozen,
-            paths=PATHS,
+            paths=self._paths,
         )
         # Logged first: the parent says `listening` as soon as it has the message, and the log should read in order.
         log.info(
@@ -159,7 +168,7 @@ class Rank:
             num_snapshots=ready.num_snapshots,
             longest_tick_s=round(longest_tick_s, 6),
             gc_frozen_objects=num_frozen,
-            paths={path.path: path.state for path in PATHS},
+            paths={path.path: path.state for path in self._paths},
         )
         self._parent.send_nowait(ready)
 
@@ -193,9 +202,10 @@ class Rank:
             heartbeat_s=config.health.heartbeat_s,
             farewell_s=config.routing.send_timeout_s,
         )
+        exchange: Exchange = self._native or GlooExchange(groups.gather, self._wiring.peer)
         return Loop(
             bounds,
-            Lines(self._parent, self._detokenizer, GlooExchange(groups.gather, self._wiring.peer)),
+            Lines(self._parent, self._detokenizer, exchange),
             Parts(self._queue, memory, planner, committer, executor),
             Account(dp_rank, self._tally, time.monotonic_ns),
             AlarmWatch(config.watchdog.tick_timeout_s),
@@ -223,6 +233,8 @@ class Rank:
             # Destroying groups whose other side has gone may never return, so the process leaves with them.
             log.error("teardown_barrier_missed", missing=f"rank{1 - self._wiring.dp_rank}", error=str(error))
             return EXIT_FATAL
+        if self._native is not None:
+            self._native.close()
         self._groups.close()
         log.info("rank_stopped")
         return EXIT_OK
@@ -284,6 +296,38 @@ class AlarmWatch:
     def disarm(self) -> None:
         """See scheduler.loop.TickWatch."""
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def choose_spin_s(spin_s: float, cpu_share: float) -> float:
+    """How long to look for the peer before sleeping: on a shared core, looking would only keep it from running."""
+    return spin_s if cpu_share >= 2 else 0.0
+
+
+def exchange_paths(config: ExchangeConfig, spin_s: float) -> tuple[PathState, ...]:
+    """Which kind of exchange is in use, for /server_info and the log."""
+    off = PathState("gloo_exchange", "off", f'exchange.kind = "{config.kind}"')
+    if config.kind == "gloo":
+        return PathState("native_exchange", "off", off.why), PathState("gloo_exchange", "active", off.why)
+    spins = f"spins {spin_s * 1e6:g} us" if spin_s == config.spin_s else "does not spin: fewer than two CPUs"
+    return PathState("native_exchange", "active", f"{off.why}, {spins}"), off
+
+
+def open_native_exchange(config: Config, wiring: RankWiring, spin_s: float) -> NativeExchange:
+    """Attach to the region that the parent made. Raises CapabilityError."""
+    shared = wiring.shared
+    if shared is None:
+        raise InvariantError('exchange.kind is "native", and this process inherited no region')
+    attachment = Attachment.open(
+        shared.memory,
+        wiring.dp_rank,
+        session=shared.session,
+        digest=config_digest(config),
+        timeout_s=config.exchange.startup_timeout_s,
+        spin_s=spin_s,
+    )
+    os.close(shared.memory)  # the mapping stays
+    kicks = (shared.kicks[wiring.dp_rank], shared.kicks[1 - wiring.dp_rank])
+    return NativeExchange(wiring.dp_rank, attachment, kicks, wiring.peer)
 
 
 def warm_up_plans(config: Config, num_pages: int) -> list[Plan]:

@@ -24,8 +24,9 @@ import dsparkd
 from dsparkd import log as log_module
 from dsparkd import metrics, system
 from dsparkd.config import Config, ServerConfig
-from dsparkd.errors import EXIT_FATAL, EXIT_OK, ConfigError, FatalError, PeerError, StartError
-from dsparkd.ipc.wiring import DetokenizerWiring, ParentWiring, RankWiring, Wiring
+from dsparkd.errors import EXIT_FATAL, EXIT_OK, CapabilityError, ConfigError, FatalError, PeerError, StartError
+from dsparkd.ipc.wiring import DetokenizerWiring, ParentWiring, RankWiring, SharedRegion, Wiring
+from dsparkd.native import exchange
 
 if TYPE_CHECKING:
     import hypercorn
@@ -114,7 +115,7 @@ def _run_child(config: Config, wiring: Wiring, own: RankWiring | DetokenizerWiri
         # Only when no other process holds a copy of an end does its closing mean that its owner died. The sockets
         # are closed as objects first: closed as bare numbers, their finalizers would later close a re-used number.
         wiring.close_all_but(own)
-        system.close_other_fds({sock.fileno() for sock in own.sockets()})
+        system.close_other_fds(own.descriptors())
         is_rank = isinstance(own, RankWiring)
         log_module.configure(
             "rank" if is_rank else "detokenizer",
@@ -208,6 +209,26 @@ class ChildWatch:
             async with asyncio.timeout(timeout_s):
                 for child in self._children:
                     await child.ended.wait()
+
+
+def open_exchange(config: Config) -> SharedRegion | None:
+    """Make what both ranks of a native exchange inherit; None for another kind. Raises CapabilityError."""
+    if config.exchange.kind != "native":
+        return None
+    num_bytes = exchange.region_bytes()
+    try:
+        memory = system.sealed_memory("dsparkd-exchange", num_bytes)
+        kicks = (system.eventfd(), system.eventfd())
+    except OSError as error:
+        raise CapabilityError(
+            exchange.FEATURE,
+            f"memory that two processes share ({error.strerror})",
+            "allow memfd_create and eventfd2 in the seccomp filter and raise the limits of open files and of file size"
+            ' (LimitNOFILE, LimitFSIZE; ulimit -n, -f), or set exchange.kind = "gloo"',
+        ) from error
+    session = int.from_bytes(os.urandom(8), "little")
+    exchange.init_region(memory, session=session, digest=exchange.config_digest(config))
+    return SharedRegion(memory, session, kicks)
 
 
 def bind_listener(config: ServerConfig) -> socket.socket:
@@ -370,7 +391,8 @@ class Supervisor:
     def _announce(self) -> None:
         """Say that requests are welcome: to the log, to people, to the service manager."""
         self._serving = True
-        versions = (dsparkd.__version__, importlib.metadata.version("xgrammar"), "none")
+        abi = "none" if self._wiring.shared is None else str(exchange.ABI)
+        versions = (dsparkd.__version__, importlib.metadata.version("xgrammar"), abi)
         self._registry.tally.set(metrics.BUILD_INFO, *versions, to=1)
         host = f"[{self._config.server.host}]" if ":" in self._config.server.host else self._config.server.host
         url = f"http://{host}:{self._config.server.port}"
@@ -461,13 +483,24 @@ class Supervisor:
         log.info("shutdown_sent", drained_s=(time.monotonic_ns() - begun_ns) / 1e9)
         system.notify("STATUS=stopping the ranks")
         router.send_shutdown()
-        await self._watch.wait_for_clean_exit(self._config.shutdown.exit_timeout_s)
+        # Both ranks leave after the tick in which they hear of it. One whose peer never comes would wait for it.
+        late = asyncio.get_running_loop().call_later(self._config.shutdown.barrier_timeout_s, self._end_waits)
+        try:
+            await self._watch.wait_for_clean_exit(self._config.shutdown.exit_timeout_s)
+        finally:
+            late.cancel()
+
+    def _end_waits(self) -> None:
+        """Let no rank wait for the other one any longer: who sleeps in an exchange leaves now."""
+        if self._wiring.shared is not None:
+            exchange.stop_region(self._wiring.shared.memory)
 
     async def _abandon(self, router: Router, reason: str) -> None:
         """After a failure: a readable error to each client, a short grace for the other children, then SIGKILL."""
         system.notify(f"STOPPING=1\nSTATUS=failed: {reason[:200]}")
         router.fail_all(reason)
         self._watch.disarm()
+        self._end_waits()
         if not self._serving:
             await self._watch.end_all(0)
             return

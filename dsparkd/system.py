@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import signal
@@ -66,6 +67,18 @@ def eventfd() -> int:
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 
+def sealed_memory(name: str, num_bytes: int) -> int:
+    """Return a close-on-exec descriptor of shared zeros whose size nobody can change. Raises OSError."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def notify(state: str) -> bool:
     """Send `state` (lines of NAME=VALUE) to the service manager; False when there is none.
 
@@ -92,11 +105,30 @@ def schedule_as_batch() -> None:
 
 def cpu_count_available(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many CPUs this process may use: the smaller of its affinity and its cgroup v2 quota, rounded up."""
-    cpus = len(os.sched_getaffinity(0))
+    return max(1, math.ceil(cpu_share_available(cgroup_root)))
+
+
+def cpu_share_available(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> float:
+    """Return the CPU time a second that this process may use: its affinity, or the least cgroup v2 quota above it."""
+    share = float(len(os.sched_getaffinity(0)))
+    for directory in _cgroups(cgroup_root, membership):
+        try:
+            quota, period = (directory / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota != "max":
+            share = min(share, int(quota) / int(period))
+    return share
+
+
+def _cgroups(root: Path, membership: Path) -> list[Path]:
+    """The directory of this process' cgroup and all above it, as far as they are visible."""
     try:
-        quota, period = (cgroup_root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cpus
-    if quota == "max":
-        return cpus
-    return max(1, min(cpus, math.ceil(int(quota) / int(period))))
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = []
+    inside = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    path = root / inside
+    return [path, *(above for above in path.parents if above.is_relative_to(root))] if inside else [root]

@@ -281,7 +281,7 @@ def main(config_file: str, find_hardware: Callable[[], Hardware] = lambda: Hardw
         signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
         log.configure("parent", None, config.log.format, config.log.level)
         listener = supervisor.bind_listener(config.server)
-        wiring = make_wiring()
+        wiring = make_wiring(supervisor.open_exchange(config))
         children = supervisor.fork_children(
             config, wiring, rank_path="fake_server:rank_main", detokenizer_path="fake_server:detokenizer_main"
         )

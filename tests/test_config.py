@@ -43,7 +43,8 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "scheduler.chunk_tokens": ([256, 8192], [0, 255, 257, 128, -256, True]),
     "scheduler.max_frames_per_tick": ([1, 4096], [0, -1, True]),
     "scheduler.max_prefill_streak": ([1, 100], [0, -1, True]),
-    "exchange.kind": (["gloo"], ["native", "nccl", "", 1]),
+    "exchange.kind": (["native", "gloo"], ["nccl", "", 1]),
+    "exchange.spin_s": ([0, 0.001, 20e-6], [-1e-9, 0.0011, True, "1"]),
     "exchange.timeout_s": ([0.1, 299.9], [0.09, 600.1, 0, 300, True]),
     "exchange.startup_timeout_s": ([30, 1e5], [29.9, 0, True]),
     "kv.page_tokens": ([128, 256, 512], [0, 64, 192, -128, True]),
@@ -58,7 +59,7 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "shutdown.drain_timeout_s": ([0.001, 1e6], [0, -1, True]),
     "shutdown.barrier_timeout_s": ([0.001, 1e6], [0, -1, True]),
     "shutdown.exit_timeout_s": ([0.001, 1e6], [0, -1, True]),
-    "metrics.enabled": ([True, False], [1, 0, "true"]),
+    "metrics.enabled": ([True], [1, 0, "true"]),  # false with exchange.kind = "gloo" alone: see below
     "gc.freeze": ([True, False], [1, "true"]),
     "log.format": (["json", "console"], ["text", "", 1]),
     "log.level": (["debug", "info", "warning", "error"], ["trace", "", 10]),
@@ -218,6 +219,14 @@ def test_exactly_one_cache_budget_is_set(tmp_path: Path) -> None:
         resolve(decode(fraction, tmp_path), NO_GPU)
     on_cuda = resolve(decode({**fraction, "engine": {"device": "cuda"}}, tmp_path), TWO_GPUS)
     assert on_cuda.kv.device_fraction == 0.5
+
+
+def test_the_native_exchange_needs_metrics(tmp_path: Path) -> None:
+    """X-05: off is a start failure that names both keys; with gloo it is allowed."""
+    off: Tables = {"metrics": {"enabled": False}}
+    with pytest.raises(ConfigError, match=r"metrics\.enabled = False: exchange\.kind = \"native\" needs them"):
+        resolve(decode(off, tmp_path), NO_GPU)
+    assert not resolve(decode({**off, "exchange": {"kind": "gloo"}}, tmp_path), NO_GPU).metrics.enabled
 
 
 def test_the_tree_is_frozen() -> None:

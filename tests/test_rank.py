@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -31,7 +32,7 @@ from dsparkd.config import (
 from dsparkd.errors import ConfigError, PeerError
 from dsparkd.executor.plan import StepKind
 from dsparkd.ipc.channel import Channel
-from dsparkd.ipc.wiring import RankWiring
+from dsparkd.ipc.wiring import RankWiring, SharedRegion
 from dsparkd.messages import (
     Abort,
     Admitted,
@@ -51,6 +52,7 @@ from dsparkd.messages import (
     decode_from_rank,
     decode_to_detokenizer,
 )
+from dsparkd.supervisor import open_exchange
 from tools.random_checkpoint import write_nano
 
 ROOT = Path(rank.__file__).parents[1]
@@ -58,17 +60,19 @@ PATIENCE_S = 60.0
 
 # What the supervisor does after its fork, without the fork: pytest's own process has threads by now.
 CHILD = """
-import socket, sys
+import json, socket, sys
 import msgspec
 from dsparkd import log
 from dsparkd.config import Config
-from dsparkd.ipc.wiring import RankWiring
+from dsparkd.ipc.wiring import RankWiring, SharedRegion
 dp_rank, *fds = map(int, sys.argv[1:5])
 config = msgspec.json.decode(sys.argv[5], type=Config)
+memory, session, *kicks = json.loads(sys.argv[7])
 log.configure("rank", dp_rank, "json", "info")
 from dsparkd import rank
 exec(sys.argv[6])
-code = rank.main(config, RankWiring(dp_rank, *(socket.socket(fileno=fd) for fd in fds)))
+shared = SharedRegion(memory, session, tuple(kicks)) if kicks else None
+code = rank.main(config, RankWiring(dp_rank, *(socket.socket(fileno=fd) for fd in fds), shared=shared))
 sys.stderr.flush()
 import os
 os._exit(code)
@@ -96,14 +100,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 class Process:
     """One rank process and the parent's ends of its channels."""
 
-    def __init__(self, config: Config, dp_rank: int, peer: socket.socket, patch: str) -> None:
+    def __init__(
+        self, config: Config, dp_rank: int, peer: socket.socket, patch: str, shared: SharedRegion | None
+    ) -> None:
         parent, parent_there = socket.socketpair()
         text, text_there = socket.socketpair()
         ends = (parent_there, text_there, peer)
         numbers = [end.fileno() for end in ends]
-        arguments = [str(dp_rank), *map(str, numbers), msgspec.json.encode(config).decode(), patch]
+        words = [shared.memory, shared.session, *shared.kicks] if shared is not None else [-1, 0]
+        arguments = [str(dp_rank), *map(str, numbers), msgspec.json.encode(config).decode(), patch, json.dumps(words)]
+        inherited = numbers + list(shared.descriptors() if shared is not None else ())
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *arguments], pass_fds=numbers, cwd=ROOT, stderr=subprocess.PIPE
+            [sys.executable, "-c", CHILD, *arguments], pass_fds=inherited, cwd=ROOT, stderr=subprocess.PIPE
         )
         for end in ends:
             end.close()
@@ -159,7 +167,8 @@ class Server:
 
     def __init__(self, config: Config, patch: str = "") -> None:
         peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.ranks = tuple(Process(config, dp_rank, peers[dp_rank], patch) for dp_rank in (0, 1))
+        self.shared = open_exchange(config)
+        self.ranks = tuple(Process(config, dp_rank, peers[dp_rank], patch, self.shared) for dp_rank in (0, 1))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -176,6 +185,8 @@ class Server:
     def close(self) -> None:
         for each in self.ranks:
             each.close()
+        for number in self.shared.descriptors() if self.shared is not None else ():
+            os.close(number)
 
 
 def request(request_id: str, length: int, max_tokens: int, **sampling: object) -> TokenizedRequest:
@@ -206,19 +217,22 @@ def serve(config: Config) -> Iterator[Callable[..., Server]]:
         server.close()
 
 
-def test_ranks_start_serve_and_leave_together(serve: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("kind", ["native", "gloo"])
+def test_ranks_start_serve_and_leave_together(serve: Callable[..., Server], kind: str) -> None:
     """R-09, L-33, L-41, X-27, M-06: one life of the pair, from the first progress message to exit code 0.
 
     Warm equals cold, and a request gives the same ids on either rank.
     """
-    server = serve()
+    server = serve(exchange=msgspec.convert({"kind": kind}, ExchangeConfig))
     server.wait_until_ready()
+    other = {"native": "gloo", "gloo": "native"}[kind]
     for dp_rank, each in enumerate(server.ranks):
         ready = each.last(RankReady)
         assert isinstance(ready, RankReady)
         assert ready.gc_frozen_objects > 0
         assert ready.longest_tick_s > 0
-        assert {path.path: path.state for path in ready.paths}["gloo_exchange"] == "active"
+        states = {path.path: path.state for path in ready.paths}
+        assert (states[f"{kind}_exchange"], states[f"{other}_exchange"]) == ("active", "off")
         stages = [message.stage for message in each.told if isinstance(message, Progress)]
         assert list(dict.fromkeys(stages)) == ["groups", "weights", "pools", "warm_up"]
         batch = (request("cold", 520, 8), request("greedy", 40, 8, temperature=0.0))
@@ -277,9 +291,12 @@ def parked(each: Process) -> bool:
     return isinstance(snapshot, LoadSnapshot) and snapshot.parked
 
 
-def test_a_killed_peer_fails_the_other_rank_with_a_report(serve: Callable[..., Server], config: Config) -> None:
+@pytest.mark.parametrize("kind", ["native", "gloo"])
+def test_a_killed_peer_fails_the_other_rank_with_a_report(
+    serve: Callable[..., Server], config: Config, kind: str
+) -> None:
     """R38, L-38: exit 70 in seconds, with the last plans of both ranks in a file that the log names."""
-    server = serve()
+    server = serve(exchange=msgspec.convert({"kind": kind}, ExchangeConfig))
     server.wait_until_ready()
     server.ranks[0].parent.send_nowait(RoutedBatch(0, 1, (request("long", 30, 2000),)))
     server.wait_for(lambda: len(server.ranks[0].deltas) > 5)

@@ -318,14 +318,20 @@ def test_nobody_can_connect_before_the_ranks_are_ready() -> None:
 
 
 def test_children_hold_only_their_own_descriptors(server: Server) -> None:
-    """decisions 13: 0, 1, 2 and the sockets of the wiring, nothing of the parent's or of a sibling's."""
+    """decisions 13: 0, 1, 2 and the sockets of the wiring, nothing of the parent's or of a sibling's.
+
+    The ranks of a native exchange also share the region and the two events.
+    """
     sockets = {}
     for name, pid in server.children().items():
         links = {}
         for number in os.listdir(f"/proc/{pid}/fd"):
             links[int(number)] = os.readlink(f"/proc/{pid}/fd/{number}")
-        sockets[name] = {link for number, link in links.items() if number > 2}
-        assert all(link.startswith("socket:") for link in sockets[name])
+        own = [link for number, link in links.items() if number > 2]
+        shared = sorted(link for link in own if not link.startswith("socket:"))
+        expected = ["/memfd:dsparkd-exchange (deleted)", "anon_inode:[eventfd]", "anon_inode:[eventfd]"]
+        assert shared == (expected if name.startswith("rank") else [])
+        sockets[name] = {link for link in own if link.startswith("socket:")}
         assert len(sockets[name]) == 3
     held = [link for links in sockets.values() for link in links]
     assert len(set(held)) == len(held), "no end has two holders"

@@ -1,12 +1,29 @@
-"""The socketpairs of one server, made before the fork, and which process holds which ends.
+"""The socketpairs and the shared region of one server, made before the fork, and which process holds which ends.
 
 Each process keeps only its own ends, so that an end's last holder is the peer itself and end-of-file means its death.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SharedRegion:
+    """What the native exchange inherits: descriptors, and the session that an attaching rank must know.
+
+    memory: the region, also held by the parent. kicks: the event that ends each rank's park.
+    """
+
+    memory: int
+    session: int
+    kicks: tuple[int, int]
+
+    def descriptors(self) -> tuple[int, ...]:
+        """Every descriptor of a rank."""
+        return (self.memory, *self.kicks)
 
 
 @dataclass(frozen=True)
@@ -15,6 +32,7 @@ class ParentWiring:
 
     ranks: tuple[socket.socket, socket.socket]
     detokenizer: socket.socket
+    shared: SharedRegion | None = None
 
     def sockets(self) -> tuple[socket.socket, ...]:
         """Every end of this process."""
@@ -29,10 +47,16 @@ class RankWiring:
     parent: socket.socket
     detokenizer: socket.socket
     peer: socket.socket
+    shared: SharedRegion | None = None
 
     def sockets(self) -> tuple[socket.socket, ...]:
         """Every end of this process."""
         return (self.parent, self.detokenizer, self.peer)
+
+    def descriptors(self) -> set[int]:
+        """Every descriptor that this process inherits for its own use."""
+        shared = self.shared.descriptors() if self.shared is not None else ()
+        return {*(sock.fileno() for sock in self.sockets()), *shared}
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,10 @@ class DetokenizerWiring:
         """Every end of this process."""
         return (self.parent, *self.ranks)
 
+    def descriptors(self) -> set[int]:
+        """Every descriptor that this process inherits for its own use."""
+        return {sock.fileno() for sock in self.sockets()}
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -57,6 +85,10 @@ class Wiring:
 
     def close_all_but(self, own: ParentWiring | RankWiring | DetokenizerWiring) -> None:
         """Close every end that belongs to another process."""
+        shared = self.parent.shared
+        if shared is not None and not isinstance(own, RankWiring):
+            for number in shared.kicks if isinstance(own, ParentWiring) else shared.descriptors():
+                os.close(number)
         kept = own.sockets()
         for wiring in (self.parent, *self.ranks, self.detokenizer):
             for sock in wiring.sockets():
@@ -64,17 +96,19 @@ class Wiring:
                     sock.close()
 
 
-def make_wiring() -> Wiring:
+def make_wiring(shared: SharedRegion | None = None) -> Wiring:
     """Create every socketpair. Descriptors are close-on-exec."""
     parent_rank = [socket.socketpair() for _ in range(2)]
     detokenizer_rank = [socket.socketpair() for _ in range(2)]
     parent_detokenizer = socket.socketpair()
     peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Wiring(
-        parent=ParentWiring(ranks=(parent_rank[0][0], parent_rank[1][0]), detokenizer=parent_detokenizer[0]),
+        parent=ParentWiring(
+            ranks=(parent_rank[0][0], parent_rank[1][0]), detokenizer=parent_detokenizer[0], shared=shared
+        ),
         ranks=(
-            RankWiring(0, parent_rank[0][1], detokenizer_rank[0][1], peers[0]),
-            RankWiring(1, parent_rank[1][1], detokenizer_rank[1][1], peers[1]),
+            RankWiring(0, parent_rank[0][1], detokenizer_rank[0][1], peers[0], shared),
+            RankWiring(1, parent_rank[1][1], detokenizer_rank[1][1], peers[1], shared),
         ),
         detokenizer=DetokenizerWiring(
             parent=parent_detokenizer[1], ranks=(detokenizer_rank[0][0], detokenizer_rank[1][0])

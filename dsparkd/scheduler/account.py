@@ -8,6 +8,7 @@ from dsparkd import log as log_module
 from dsparkd import metrics
 from dsparkd.executor.plan import Plan
 from dsparkd.messages import MetricsFrame
+from dsparkd.native.exchange import Timing
 from dsparkd.scheduler.agreement import Agreement, Channel
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request
@@ -49,16 +50,31 @@ class Account:
         self._tally.inc(metrics.SCHEDULER_PHASE_SECONDS, self._rank, phase, by=spent_ns / 1e9)
         self._tally.inc(metrics.SCHEDULER_PHASE_CALLS, self._rank, phase)
 
-    def agreed(self, agreement: Agreement, plan: Plan | None, sequence: int) -> None:
-        """Count one agreement and the step that follows it; the time since the last lap was the exchange's."""
+    def agreed(self, agreement: Agreement, plan: Plan | None, sequence: int, timing: Timing | None) -> None:
+        """Count one agreement and the step that follows it; without timing, the time since the last lap was its."""
         name = Channel.PLAN.name.lower()
-        spent_s = (self._clock() - self._lap_ns) / 1e9
-        self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_s)
+        if timing is None:
+            spent_s = (self._clock() - self._lap_ns) / 1e9
+            self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_s)
+        else:
+            self._exchanged(name, timing)
         self._tally.inc(metrics.EXCHANGE_CALLS, self._rank, name)
         self._tally.set(metrics.EXCHANGE_SEQUENCE, self._rank, name, to=sequence)
         took_part_idle = plan is not None and not plan.rows
         kind = "idle_peer" if took_part_idle else agreement.kind.name.lower()
         self._tally.inc(metrics.TICKS, self._rank, kind)
+
+    def _exchanged(self, channel: str, timing: Timing) -> None:
+        phases = {
+            "total": timing.total_ns,
+            "peer_wait": timing.peer_wait_ns,
+            "arrival_skew": timing.arrival_skew_ns,
+            "after_last": timing.after_last_ns,
+        }
+        for phase, spent_ns in phases.items():
+            self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, channel, phase, by=spent_ns / 1e9)
+        self._tally.inc(metrics.EXCHANGE_SLEEPS, self._rank, channel, by=timing.sleeps)
+        self._tally.inc(metrics.EXCHANGE_WAKES, self._rank, channel, by=timing.wakes)
 
     def parked(self) -> None:
         """Count the beginning of a park."""

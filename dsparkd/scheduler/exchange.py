@@ -1,17 +1,20 @@
 """How two ranks tell each other seven integers in lock-step, and wake each other from a park.
 
-`Exchange` is all that the loop knows of it; `GlooExchange` is `exchange.kind = "gloo"`. Exchanges of one channel are
-numbered from 1; both ranks make the same ones in the same order or the pair fails.
+`Exchange` is all that the loop knows of it; `NativeExchange` and `GlooExchange` are the kinds of `exchange.kind`.
+Exchanges of one channel are numbered from 1; both ranks make the same ones in the same order or the pair fails.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from dsparkd.errors import PeerError
+from dsparkd.errors import InvariantError, PeerError
+from dsparkd.native.exchange import Attachment, Timing
 from dsparkd.scheduler.agreement import Channel
 
 NUM_FIELDS = 7
@@ -38,10 +41,19 @@ class Exchange(Protocol):
     """
 
     def exchange(self, channel: Channel, words: Words) -> tuple[Words, Words]:
-        """Meet the peer and return both ranks' words in rank order. Raises PeerError."""
+        """Meet the peer and return both ranks' words in rank order.
+
+        Raises PeerError, or ExchangeStopped when the parent has ended all waits.
+        """
 
     def sequence(self, channel: Channel) -> int:
         """Number of the last exchange on a channel."""
+
+    def timing(self) -> Timing | None:
+        """Times of the last exchange; None for a kind that does not take them."""
+
+    def park(self) -> None:
+        """Say that this rank sleeps from here on, until a kick or work of its own."""
 
     def fileno(self) -> int:
         """Descriptor that becomes readable when the peer kicks or dies."""
@@ -54,6 +66,76 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Let go of what the exchange owns."""
+
+
+class NativeExchange:
+    """Exchange over shared memory. Owns all that it is given.
+
+    kicks: this rank's event descriptor and the peer's. peer: a socket that only dies when the peer does, because a
+    parked rank looks at descriptors alone.
+    """
+
+    def __init__(self, dp_rank: int, attachment: Attachment, kicks: tuple[int, int], peer: socket.socket) -> None:
+        self._dp_rank = dp_rank
+        self._attachment = attachment
+        self._own_kick, self._peer_kick = kicks
+        self._peer = peer
+        self._poll = select.epoll()
+        self._poll.register(self._own_kick, select.EPOLLIN)
+        self._poll.register(peer, select.EPOLLIN)
+
+    def prove(self, timeout_s: float) -> None:
+        """Meet the peer once on each channel; later exchanges wait for it for timeout_s.
+
+        Raises InvariantError when the words arrive changed.
+        """
+        for channel in Channel:
+            both = tuple(_pattern(rank, channel) for rank in (0, 1))
+            if self.exchange(channel, both[self._dp_rank]) != both:
+                raise InvariantError(f"words changed on their way through channel {channel.name}")
+        self._attachment.set_timeout(timeout_s)
+
+    def exchange(self, channel: Channel, words: Words) -> tuple[Words, Words]:
+        """See Exchange."""
+        both = self._attachment.exchange(channel, words.fields, words.extra, words.intent)
+        return Words(both[0:7], both[14:20], both[26]), Words(both[7:14], both[20:26], both[27])
+
+    def sequence(self, channel: Channel) -> int:
+        """See Exchange."""
+        return self._attachment.sequence(channel)
+
+    def timing(self) -> Timing:
+        """See Exchange."""
+        return self._attachment.timing()
+
+    def park(self) -> None:
+        """See Exchange."""
+        self._attachment.park()
+
+    def fileno(self) -> int:
+        """See Exchange."""
+        return self._poll.fileno()
+
+    def kick(self) -> None:
+        """See Exchange."""
+        self._attachment.kick()
+        os.eventfd_write(self._peer_kick, 1)  # after the word: who is woken by it finds it
+
+    def take_kick(self) -> bool:
+        """See Exchange."""
+        for descriptor, _ in self._poll.poll(0):
+            if descriptor != self._own_kick:
+                raise PeerError("the peer rank closed its socket")
+            os.eventfd_read(descriptor)
+        return self._attachment.take_kick()
+
+    def close(self) -> None:
+        """See Exchange."""
+        self._attachment.close()
+        self._poll.close()
+        os.close(self._own_kick)
+        os.close(self._peer_kick)
+        self._peer.close()
 
 
 class GlooExchange:
@@ -80,6 +162,12 @@ class GlooExchange:
     def sequence(self, channel: Channel) -> int:
         """See Exchange."""
         return self._sequences[channel]
+
+    def timing(self) -> None:
+        """See Exchange: gloo tells nothing of the peer's arrival."""
+
+    def park(self) -> None:
+        """See Exchange."""
 
     def fileno(self) -> int:
         """See Exchange."""
@@ -110,6 +198,13 @@ class GlooExchange:
     def close(self) -> None:
         """See Exchange."""
         self._peer.close()
+
+
+def _pattern(rank: int, channel: Channel) -> Words:
+    """Words that differ by rank, channel and place, down to the last bit of a signed integer; one tick for both."""
+    seed = (2 * channel + rank + 1) << 56
+    extra = tuple(-seed - place for place in range(NUM_EXTRA))
+    return Words(tuple(seed + place for place in range(NUM_FIELDS)), (*extra[:2], 0, *extra[3:]), 0)
 
 
 def _unpack(told: tuple[int, ...]) -> Words:

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol, assert_never
 
 import msgspec
 
-from dsparkd.errors import InvariantError, PeerError
+from dsparkd.errors import ExchangeStopped, InvariantError, PeerError
 from dsparkd.executor.plan import Plan, StepKind, StepOutput
 from dsparkd.ipc.channel import Channel as Line
 from dsparkd.messages import (
@@ -148,11 +148,18 @@ class Loop:
         self.records: deque[TickRecord] = deque(maxlen=NUM_RECORDS)
 
     def run(self) -> None:
-        """Tick until both ranks agree to stop, then say farewell. Raises FatalError."""
+        """Tick until both ranks agree to stop, or the parent ends the wait for the other one; then say farewell.
+
+        Raises FatalError.
+        """
         while True:
             self._watch.arm()
             proposal, payload = self.offer()
-            agreement = self.act(proposal, *self._exchange(payload))
+            try:
+                both = self._exchange(payload)
+            except ExchangeStopped:
+                break
+            agreement = self.act(proposal, *both)
             if agreement.stop:
                 break
             if agreement.park:
@@ -189,7 +196,8 @@ class Loop:
         runs = agreement.kind is not StepKind.IDLE and not agreement.stop
         plan = self._parts.planner.settle(proposal, agreement.kind) if runs else None
         self._record(agreement, rank0, rank1, plan)
-        self._account.agreed(agreement, plan, self._lines.exchange.sequence(Channel.PLAN))
+        exchange = self._lines.exchange
+        self._account.agreed(agreement, plan, exchange.sequence(Channel.PLAN), exchange.timing())
         self._account.lap("agree")
         if plan is not None:
             self._step(plan, agreement)
@@ -365,6 +373,7 @@ class Loop:
         A message wakes this rank, which kicks the peer: both then meet in the next exchange.
         """
         self._account.parked()
+        self._lines.exchange.park()
         self._lines.parent.send_nowait(self._account.frame(self._parts.queue, self._parts.memory))
         heartbeat_ns = int(self._bounds.heartbeat_s * 1e9)
         next_ns = self._clock() + heartbeat_ns

@@ -111,7 +111,7 @@ def test_histograms_count_each_request_once(server: Server) -> None:
 def test_each_path_is_active_on_both_ranks_and_its_counter_moves_only_when_it_ran(server: Server) -> None:
     """M-06: "path X was used" is a query; the prefix cache's counter stands still for prompts that share nothing."""
     start = settled(server, 0)
-    for path in ("gloo_exchange", "prefix_cache", "mixed_step"):
+    for path in ("native_exchange", "prefix_cache", "mixed_step"):
         assert start["dsparkd_path_active", path] == 2
     done = sum(value for (name, _), value in start.items() if name == "dsparkd_requests_total")
 

@@ -1,0 +1,159 @@
+/* Drives exchange.c from C, where sanitizers see all of it: `driver threads|processes COUNT SPIN_NS`, `driver misuse`.
+ * Threads share one mapping, because a race detector knows an address and not the page behind it. Exit 1: a wrong
+ * word or code, said on standard error. */
+#include "exchange.c"
+
+#include <pthread.h>
+#include <sys/wait.h>
+
+#define SESSION 11
+#define DIGEST 22
+#define TIMEOUT_NS (60 * NANOSECONDS)
+
+#define CHECK(condition)                                                                     \
+    do {                                                                                     \
+        if (!(condition)) {                                                                  \
+            (void)fprintf(stderr, "line %d: %s: %s\n", __LINE__, #condition, last_failure.text); \
+            exit(1);                                                                         \
+        }                                                                                    \
+    } while (0)
+
+struct trader {
+    dsx_handle *handle;
+    long count;
+    uint64_t sleeps;
+};
+
+static int64_t word(uint32_t rank, uint64_t sequence, int place)
+{
+    return (int64_t)(sequence * 1000003u + rank * 101u) + place;
+}
+
+/* `count` exchanges on both channels in turn, with pauses at random; every word of both ranks is compared. */
+static void *trade(void *argument)
+{
+    struct trader *trader = argument;
+    const uint32_t rank = trader->handle->rank;
+    unsigned dice = 12345u + rank;
+    int64_t field[NUM_FIELDS], extra[NUM_EXTRA], out[2 * NUM_FIELDS], out_extra[2 * NUM_EXTRA];
+    uint32_t intent[2];
+    dsx_stats stats;
+
+    for (long number = 0; number < trader->count; number++) {
+        const int channel = (int)(number % NUM_CHANNELS);
+        const uint64_t sequence = (uint64_t)number / NUM_CHANNELS + 1;
+
+        for (int place = 0; place < NUM_FIELDS; place++)
+            field[place] = word(rank, sequence, place);
+        for (int place = 0; place < NUM_EXTRA; place++)
+            extra[place] = place == TICK_WORD ? (int64_t)sequence : word(rank, sequence, -place);
+        dice = dice * 1103515245u + 12345u;
+        if (dice >> 24 == 0) {
+            const struct timespec pause = {.tv_nsec = (long)(dice >> 8 & 0x7fff)};
+            (void)nanosleep(&pause, NULL);
+        }
+        CHECK(dsx_exchange(trader->handle, channel, field, extra, (uint32_t)(sequence & 3), out, out_extra, intent,
+                           &stats) == DSX_OK);
+        CHECK(stats.sequence == sequence);
+        CHECK(stats.total_ns >= stats.after_last_ns);
+        CHECK(stats.total_ns - stats.after_last_ns == 0 ||
+              stats.total_ns - stats.after_last_ns == stats.arrival_skew_ns);
+        trader->sleeps += stats.sleeps;
+        for (uint32_t other = 0; other < NUM_RANKS; other++) {
+            CHECK(intent[other] == (sequence & 3));
+            for (int place = 0; place < NUM_FIELDS; place++)
+                CHECK(out[other * NUM_FIELDS + (uint32_t)place] == word(other, sequence, place));
+            for (int place = 0; place < NUM_EXTRA; place++)
+                CHECK(place == TICK_WORD ||
+                      out_extra[other * NUM_EXTRA + (uint32_t)place] == word(other, sequence, -place));
+        }
+    }
+    return NULL;
+}
+
+static int make_region(void)
+{
+    const int fd = memfd_create("driver", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+    CHECK(fd >= 0 && ftruncate(fd, REGION_BYTES) == 0);
+    CHECK(fcntl(fd, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL) == 0);
+    CHECK(dsx_init(fd, SESSION, DIGEST) == DSX_OK);
+    return fd;
+}
+
+static void run_threads(long count, uint64_t spin_ns)
+{
+    struct trader traders[NUM_RANKS] = {{.count = count}, {.count = count}};
+    pthread_t threads[NUM_RANKS];
+    dsx_code code;
+    const int fd = make_region();
+    struct region *region = map_file(fd, &code);
+
+    CHECK(region != NULL);
+    for (uint32_t rank = 0; rank < NUM_RANKS; rank++)
+        CHECK(make_handle(region, rank, TIMEOUT_NS, spin_ns, &traders[rank].handle) == DSX_OK);
+    for (uint32_t rank = 0; rank < NUM_RANKS; rank++)
+        CHECK(pthread_create(&threads[rank], NULL, trade, &traders[rank]) == 0);
+    for (uint32_t rank = 0; rank < NUM_RANKS; rank++)
+        CHECK(pthread_join(threads[rank], NULL) == 0);
+    (void)printf("%lu sleeps\n", (unsigned long)(traders[0].sleeps + traders[1].sleeps));
+}
+
+static void run_processes(long count, uint64_t spin_ns)
+{
+    const int fd = make_region();
+    const pid_t child = fork();
+    const int rank = child == 0;
+    struct trader trader = {.count = count};
+    int status = 0;
+
+    CHECK(child >= 0);
+    CHECK(dsx_attach(fd, rank, SESSION, DIGEST, TIMEOUT_NS, spin_ns, &trader.handle) == DSX_OK);
+    (void)trade(&trader);
+    CHECK(dsx_detach(trader.handle) == DSX_OK);
+    if (child == 0)
+        _exit(0);
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    (void)printf("%lu sleeps\n", (unsigned long)trader.sleeps);
+}
+
+/* Every refusal that needs no peer, each with a short buffer for its text. */
+static void run_misuse(void)
+{
+    const int64_t field[NUM_FIELDS] = {0}, extra[NUM_EXTRA] = {0};
+    int64_t out[2 * NUM_FIELDS], out_extra[2 * NUM_EXTRA];
+    uint32_t intent[2];
+    dsx_stats stats;
+    dsx_handle *handle, *other;
+    char text[1], longer[256];
+    int kicked;
+    const int fd = make_region();
+
+    CHECK(dsx_init(fd, SESSION, DIGEST) == DSX_ABI && dsx_init(-1, SESSION, DIGEST) == DSX_ARG);
+    CHECK(dsx_attach(fd, 0, SESSION + 1, DIGEST, 1, 0, &handle) == DSX_ABI);
+    CHECK(dsx_attach(fd, 0, SESSION, DIGEST + 1, 1, 0, &handle) == DSX_DIGEST);
+    CHECK(dsx_attach(fd, 0, SESSION, DIGEST, 20 * 1000000, 0, &handle) == DSX_OK);
+    CHECK(dsx_attach(fd, 0, SESSION, DIGEST, 1, 0, &other) == DSX_OWNED);
+    CHECK(dsx_message(NULL, text, 1) == DSX_OK && text[0] == '\0');
+    CHECK(dsx_exchange(handle, 0, NULL, extra, 0, out, out_extra, intent, &stats) == DSX_ARG);
+    CHECK(dsx_exchange(handle, 0, field, extra, 0, out, out_extra, intent, &stats) == DSX_TIMEOUT);
+    CHECK(dsx_exchange(handle, 0, field, extra, 0, out, out_extra, intent, &stats) == DSX_PEER_ERROR);
+    CHECK(dsx_message(handle, longer, sizeof longer) == DSX_OK && strstr(longer, "TIMEOUT") != NULL);
+    CHECK(dsx_take_kick(handle, &kicked) == DSX_OK && dsx_park(handle) == DSX_OK && dsx_kick(handle) == DSX_OK);
+    CHECK(dsx_stop(fd) == DSX_OK && dsx_stop(-1) == DSX_ARG);
+    CHECK(dsx_detach(handle) == DSX_OK && dsx_detach(handle) == DSX_OK && dsx_park(handle) == DSX_ARG);
+}
+
+int main(int argc, char **argv)
+{
+    const long count = argc > 2 ? strtol(argv[2], NULL, 10) : 0;
+    const uint64_t spin_ns = argc > 3 ? strtoull(argv[3], NULL, 10) : 0;
+
+    if (argc > 1 && strcmp(argv[1], "threads") == 0)
+        run_threads(count, spin_ns);
+    else if (argc > 1 && strcmp(argv[1], "processes") == 0)
+        run_processes(count, spin_ns);
+    else
+        run_misuse();
+    return 0;
+}
