@@ -1,9 +1,10 @@
 """What a session on the GPU host runs, part by part, with result files that say where and of what they are.
 
-    python -m tools.gpu_session --part nano|suite --out DIR [--commit ID]
+    python -m tools.gpu_session --part nano|quality|suite --out DIR [--commit ID]
 
-nano: the cuda_ids gate and the tests marked gpu and gpu2. suite: the cpu test suite, on that host's Python and torch,
-without tests/test_unit_file.py, which needs systemd. Each part ends within ten minutes, writes DIR/PART.json and the
+nano: the cuda_ids gate and the tests marked gpu and gpu2. quality: the whole exam of the shipped checkpoint, served on
+two GPUs. suite: the cpu test suite, on that host's Python and torch, without tests/test_unit_file.py, which needs
+systemd. Each part ends within ten minutes, writes DIR/PART.json and the
 output of each step, and prints a short table last. Without a .git directory beside it, name the commit.
 """
 
@@ -27,7 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a part; `limit_s` keeps a step that hangs from taking the session's time."""
+    """One command of a part; `limit_s` keeps a step that hangs from taking the session's time.
+
+    `{out}` in an argument stands for the directory of the result files.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -50,6 +54,16 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "nano": (
         Step("cuda_ids", (PYTHON, "-m", "tools.gates", "cuda_ids"), 240),
         Step("gpu_tests", (PYTHON, "-m", "pytest", "-m", "gpu or gpu2", "-p", "no:cacheprovider"), 120),
+    ),
+    "quality": (
+        Step(
+            "quality",
+            (
+                *(PYTHON, "-m", "tools.gates", "quality", "--full", "--device", "cuda"),
+                *("--failures", "{out}/quality_failures.jsonl"),
+            ),
+            570,
+        ),
     ),
     "suite": (
         Step(
@@ -88,11 +102,10 @@ def run_step(step: Step, directory: Path) -> Result:
     """Run one command with its output in a file of the step's name."""
     began = time.perf_counter()
     path = directory / f"{step.name}.txt"
+    command = [argument.replace("{out}", str(directory)) for argument in step.command]
     with path.open("wb") as output:
         # A session of its own, so that a step past its limit takes the servers that it started along.
-        process = subprocess.Popen(
-            step.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code: int | None = process.wait(step.limit_s)
         except subprocess.TimeoutExpired:
@@ -101,7 +114,7 @@ def run_step(step: Step, directory: Path) -> Result:
             code = None
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     seconds = round(time.perf_counter() - began, 1)
-    return Result(step.name, " ".join(step.command[1:]), code, seconds, lines[-1] if lines else "")
+    return Result(step.name, " ".join(command[1:]), code, seconds, lines[-1] if lines else "")
 
 
 def main(argv: list[str]) -> int:
@@ -113,7 +126,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = [run_step(step, arguments.out) for step in PARTS[arguments.part]]
+    results = [run_step(step, arguments.out.resolve()) for step in PARTS[arguments.part]]
     ok = all(result.exit_code == 0 for result in results)
     report = {
         "part": arguments.part,

@@ -57,3 +57,17 @@ def test_a_step_past_its_limit_is_ended_and_has_no_exit_code(tmp_path: Path) -> 
 
     assert result.exit_code is None
     assert result.seconds < 50
+
+
+def test_a_step_can_write_into_the_result_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps run from the project's root: a relative --out must still be the caller's."""
+    monkeypatch.chdir(tmp_path)
+    script = "import sys; open(sys.argv[1], 'w').write('kept')"
+    parts = {"nano": (Step("s0", (sys.executable, "-c", script, "{out}/extra"), 20),)}
+    monkeypatch.setattr(gpu_session, "PARTS", parts)
+
+    assert gpu_session.main(["--part", "nano", "--out", "results", "--commit", "abc"]) == 0
+
+    assert (tmp_path / "results" / "extra").read_text() == "kept"
