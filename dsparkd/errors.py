@@ -73,8 +73,6 @@ class PeerError(FatalError):
     """The other end of a channel or of the rank exchange failed, left or fell silent."""
 
 
-class InvariantError(FatalError):
-    """Something that must hold did not: a bug in this program, never a client's doing."""
 class ExchangeError(PeerError):
     """The native exchange failed: its code, and the channel and sequence number of the call, None outside of one."""
 
@@ -89,3 +87,5 @@ class ExchangeStopped(DsparkdError):
     """The parent ended a rank's wait for the other one: an order to leave, above the loop no error."""
 
 
+class InvariantError(FatalError):
+    """Something that must hold did not: a bug in this program, never a client's doing."""
