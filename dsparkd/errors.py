@@ -65,6 +65,10 @@ class RequestError(DsparkdError):
         self.retry_after_s = retry_after_s
 
 
+class GrammarError(RequestError):
+    """A request's grammar is malformed, beyond a limit, or cannot be enforced; param is a JSON pointer into the body."""
+
+
 class FatalError(DsparkdError):
     """Both ranks stop; requests in flight get a readable error."""
 

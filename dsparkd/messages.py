@@ -51,6 +51,23 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag", "tool_calls"]
+
+
+class Grammar(Message, frozen=True, kw_only=True):
+    """What a request's text must match; equal ones share one compiled grammar.
+
+    text: canonical, and what is compiled: a schema or structural tag in canonical JSON, the bytes of a regular
+    expression or EBNF text, a JSON list of the choices. "tool_calls" is a structural tag that names marker tokens.
+    max_whitespace: most white space in a row between JSON tokens; 0 is no limit. any_whitespace false: one fixed layout.
+    """
+
+    kind: GrammarKind
+    text: str
+    any_whitespace: bool = True
+    max_whitespace: int = 32
+
+
 class TokenizedRequest(Message, frozen=True, kw_only=True):
     """One item of an API batch: one prompt, one choice."""
 

@@ -30,6 +30,7 @@ from tools.train_nano.tokenizer import DEFAULT_PATH
 
 PAD_ID = 2
 NO_DOCUMENT = -1
+ALIGNMENT = 4  # so that a window of the ratio-4 compressor is four neighbours in a row, too
 ROWS_A_MESSAGE = 8
 MESSAGES_AHEAD = 8  # of each worker
 _BUFFERED = 48  # examples among which the next one of a row is chosen
@@ -78,17 +79,18 @@ def worker(recipe: Recipe, seed: int, worker: int, num_workers: int) -> Iterator
     while True:
         # The oldest one comes first, so none waits for ever; then always the longest that still fits.
         chosen = [buffer.pop(0)]
-        room = recipe.lengths - len(chosen[0].ids)
+        room = recipe.lengths - aligned(len(chosen[0].ids))
         while True:
             buffer.append(next(examples))
-            fitting = [(len(encoded.ids), -index) for index, encoded in enumerate(buffer) if len(encoded.ids) <= room]
+            sizes = (aligned(len(encoded.ids)) for encoded in buffer)
+            fitting = [(size, -index) for index, size in enumerate(sizes) if size <= room]
             if not fitting:
                 break
             size, index = max(fitting)
             chosen.append(buffer.pop(-index))
             room -= size
         del buffer[_BUFFERED:]
-        yield _row(chosen, recipe.lengths)
+        yield pack_row(chosen, recipe.lengths)
 
 
 def _examples(recipe: Recipe, seed: int, worker: int, num_workers: int) -> Iterator[Encoded]:
@@ -104,7 +106,13 @@ def _examples(recipe: Recipe, seed: int, worker: int, num_workers: int) -> Itera
             yield encoded
 
 
-def _row(documents: list[Encoded], length: int) -> Row:
+def aligned(length: int) -> int:
+    """What a document takes of a row: the next one starts at a multiple of ALIGNMENT."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def pack_row(documents: list[Encoded], length: int) -> Row:
+    """Lay documents out in a row, in order. They must fit."""
     row = Row(np.full(length, PAD_ID, np.uint16), np.zeros(length, np.bool_), np.full(length, NO_DOCUMENT, np.int16))
     start = 0
     for number, encoded in enumerate(documents):
@@ -112,7 +120,7 @@ def _row(documents: list[Encoded], length: int) -> Row:
         row.ids[start:end] = encoded.ids
         row.loss[start:end] = encoded.loss
         row.document[start:end] = number
-        start = end
+        start += aligned(len(encoded.ids))
     return row
 
 
