@@ -66,7 +66,7 @@ struct wait_line {
     _Atomic uint32_t bell;    /* futex word */
     _Atomic uint32_t waiting; /* its owner sleeps or is about to */
     _Atomic uint32_t parked;
-    _Atomic uint32_t kick; /* low half of the plan exchange whose park the peer has ended */
+    _Atomic uint32_t kick; /* which plan exchange's park the peer has ended, see kick_of; 0: none */
 };
 
 struct owner_line {
@@ -904,6 +904,12 @@ dsx_code dsx_exchange(dsx_handle *handle, int channel, const int64_t *field, con
     return leave(handle, code);
 }
 
+/* The number of the last plan exchange as a kick names it: never 0. */
+static uint32_t kick_of(const dsx_handle *handle)
+{
+    return (uint32_t)(handle->sequence[PLAN] % UINT32_MAX) + 1;
+}
+
 dsx_code dsx_park(dsx_handle *handle)
 {
     const dsx_code code = enter(handle);
@@ -921,7 +927,7 @@ dsx_code dsx_kick(dsx_handle *handle)
     if (code != DSX_OK)
         return code;
     atomic_store(&own_area(handle)->wait.parked, 0);
-    atomic_store(&peer_area(handle)->wait.kick, (uint32_t)handle->sequence[PLAN]); /* pairs with dsx_take_kick */
+    atomic_store(&peer_area(handle)->wait.kick, kick_of(handle)); /* pairs with dsx_take_kick */
     return leave(handle, DSX_OK);
 }
 
@@ -934,9 +940,11 @@ dsx_code dsx_take_kick(dsx_handle *handle, int *kicked)
     if (kicked == NULL)
         return leave(handle, bad_argument(handle, "kicked"));
     /* When both ranks wake at once both kick, and each finds the other's during its next park: an older number. */
-    *kicked = atomic_load(&own_area(handle)->wait.kick) == (uint32_t)handle->sequence[PLAN];
-    if (*kicked)
+    *kicked = atomic_load(&own_area(handle)->wait.kick) == kick_of(handle);
+    if (*kicked) {
+        atomic_store(&own_area(handle)->wait.kick, 0); /* the peer kicks no more before the next exchange */
         atomic_store(&own_area(handle)->wait.parked, 0);
+    }
     return leave(handle, DSX_OK);
 }
 

@@ -59,10 +59,10 @@ class Exchange(Protocol):
         """Descriptor that becomes readable when the peer kicks or dies."""
 
     def kick(self) -> None:
-        """End the peer's park. Raises PeerError when the peer has gone."""
+        """End the peer's park. A peer that has gone is a PeerError here or in the next exchange."""
 
     def take_kick(self) -> bool:
-        """Whether the peer has ended this park; never blocks. Raises PeerError when the peer has gone."""
+        """Whether the peer has ended this park, told once; never blocks. Raises PeerError when the peer has gone."""
 
     def close(self) -> None:
         """Let go of what the exchange owns."""
@@ -131,6 +131,8 @@ class NativeExchange:
 
     def close(self) -> None:
         """See Exchange."""
+        if self._poll.closed:
+            return
         self._attachment.close()
         self._poll.close()
         os.close(self._own_kick)

@@ -22,9 +22,10 @@ def play(line: Line, scenario: Scenario, overrides: Tables | None = None) -> Non
     assert (line.exit_code, line.left, line.faults) == (line.expected_exit, [], [])
 
 
-def test_streams_drain_before_the_stop() -> None:
+@pytest.mark.parametrize("kind", ["native", "gloo"])
+def test_streams_drain_before_the_stop(kind: str) -> None:
     """L-33, L-35: every stream ends with its last token; exit 0, no error line, nothing left."""
-    play(Line("drain", 0, 60), stop.under_streams(STREAMS, 32, {"length"}))
+    play(Line("drain", 0, 60), stop.under_streams(STREAMS, 32, {"length"}), {"exchange": {"kind": kind}})
 
 
 def test_streams_that_do_not_drain_are_aborted() -> None:

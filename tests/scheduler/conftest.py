@@ -6,6 +6,7 @@ rings and snapshots hold what a real one's would, so any mistake in memory shows
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from dsparkd import system
 from dsparkd.errors import PeerError
 from dsparkd.executor.plan import Plan, RowOutput, StepKind, StepOutput
 from dsparkd.ipc.channel import Channel
@@ -35,9 +37,10 @@ from dsparkd.messages import (
     decode_to_rank,
 )
 from dsparkd.metrics import Tally
+from dsparkd.native import exchange as native
 from dsparkd.scheduler.account import Account
 from dsparkd.scheduler.agreement import Agreement
-from dsparkd.scheduler.exchange import GlooExchange
+from dsparkd.scheduler.exchange import Exchange, GlooExchange, NativeExchange
 from dsparkd.scheduler.loop import Bounds, Lines, Loop, Parts
 from dsparkd.scheduler.policy import Limits, Planner
 from dsparkd.scheduler.queue import RequestQueue
@@ -193,6 +196,26 @@ class Meeting:
         return gather
 
 
+def make_exchanges(kind: str) -> tuple[Exchange, Exchange]:
+    """Both ranks' ends of an exchange of a kind, for two threads."""
+    peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if kind == "gloo":
+        meeting = Meeting()
+        return tuple(GlooExchange(meeting.gather_for(rank), peers[rank]) for rank in (0, 1))
+    memory = system.sealed_memory("test", native.region_bytes())
+    native.init_region(memory, session=1, digest=1)
+    events = [system.eventfd(), system.eventfd()]
+    made = []
+    for rank in (0, 1):
+        attachment = native.Attachment.open(memory, rank, session=1, digest=1, timeout_s=10.0, spin_s=20e-6)
+        # Each process has descriptors of its own.
+        kicks = (os.dup(events[rank]), os.dup(events[1 - rank]))
+        made.append(NativeExchange(rank, attachment, kicks, peers[rank]))
+    for number in (memory, *events):
+        os.close(number)
+    return tuple(made)
+
+
 @dataclass
 class Sizes:
     """A small rank."""
@@ -210,9 +233,7 @@ class Sizes:
 class Rank:
     """One rank's loop and the far ends of its channels."""
 
-    def __init__(
-        self, dp_rank: int, sizes: Sizes, peer: socket.socket, meeting: Meeting, clock: Callable[[], int]
-    ) -> None:
+    def __init__(self, dp_rank: int, sizes: Sizes, exchange: Exchange, clock: Callable[[], int]) -> None:
         self.dp_rank = dp_rank
         self.sizes = sizes
         self.device = FakeDevice()
@@ -236,7 +257,7 @@ class Rank:
             Channel(parent_here, decode_to_rank, name="parent", **options),
             Channel(text_here, decode_to_rank, name="detokenizer", **options),
         )
-        self.exchange = GlooExchange(meeting.gather_for(dp_rank), peer)
+        self.exchange = exchange
         self.loop = Loop(
             Bounds(
                 dp_rank=dp_rank,
@@ -325,12 +346,12 @@ class Pair:
     """Two ranks that tick in lock-step in one thread, or run in two."""
 
     sizes: Sizes = field(default_factory=Sizes)
+    kind: str = "gloo"
 
     def __post_init__(self) -> None:
-        peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        meeting = Meeting()
+        exchanges = make_exchanges(self.kind)
         self.clock = FakeClock()
-        self.ranks = tuple(Rank(rank, self.sizes, peers[rank], meeting, self.clock) for rank in (0, 1))
+        self.ranks = tuple(Rank(rank, self.sizes, exchanges[rank], self.clock) for rank in (0, 1))
         self.agreements: list[Agreement] = []
 
     def tick(self, count: int = 1) -> None:
@@ -389,6 +410,7 @@ class Lab:
     FakeDevice = FakeDevice
     Texts = Texts
     Meeting = Meeting
+    exchanges = staticmethod(make_exchanges)
     request = staticmethod(make_request)
     expected = staticmethod(expected_output)
     next_token = staticmethod(next_token)

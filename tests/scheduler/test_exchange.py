@@ -1,32 +1,45 @@
-"""The meeting of two ranks, and kicks that end exactly the park they were meant for."""
+"""The meeting of two ranks, and kicks that end exactly the park they were meant for; over both kinds of exchange."""
 
 from __future__ import annotations
 
 import random
 import resource
 import select
-import socket
 import threading
 import time
 
 import pytest
 
-from dsparkd.errors import PeerError
+from dsparkd.errors import InvariantError, PeerError
 from dsparkd.messages import Shutdown
 from dsparkd.scheduler.agreement import Channel
-from dsparkd.scheduler.exchange import GlooExchange, Words
+from dsparkd.scheduler.exchange import Words, _pattern
 
 
 def words(seed: int) -> Words:
-    return Words(tuple(seed * 10 + index for index in range(7)), tuple(seed * 100 + index for index in range(6)), seed)
+    extra = tuple(seed * 100 + index for index in range(6))
+    tick = 5  # the same for both ranks
+    return Words(tuple(seed * 10 + index for index in range(7)), (*extra[:2], tick, *extra[3:]), seed)
+
+
+@pytest.fixture(params=["native", "gloo"])
+def kind(request):
+    """The kinds that exchange.kind may name."""
+    return request.param
 
 
 @pytest.fixture
-def both(lab):
+def pair(lab, kind):
+    """Two ranks that agree over one kind."""
+    made = lab.Pair(kind=kind)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def both(lab, kind):
     """Two exchanges that meet between threads."""
-    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    meeting = lab.Meeting()
-    made = [GlooExchange(meeting.gather_for(rank), sockets[rank]) for rank in (0, 1)]
+    made = lab.exchanges(kind)
     yield made
     for exchange in made:
         exchange.close()
@@ -62,9 +75,10 @@ def test_both_ranks_get_both_payloads_in_rank_order(both):
 def test_crossed_channels_are_refused_on_both_sides(both):
     """X-13: a tag that is not the channel's means that the ranks are in different exchanges."""
     got = on_both(lambda rank: both[rank].exchange(Channel(rank), words(1)))
-    assert all(isinstance(result, PeerError) and "channel" in str(result) for result in got)
+    assert all(isinstance(result, PeerError) and "channel" in str(result).lower() for result in got)
 
 
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)  # the native one's numbers: tests/native/test_exchange.py
 def test_a_skipped_exchange_is_refused_on_both_sides(both):
     """X-26's sibling: one rank made an exchange that the other did not."""
     both[0]._sequences[Channel.PLAN] += 1
@@ -87,14 +101,52 @@ def test_a_kick_ends_only_its_own_park(both):
     assert not both[1].take_kick()
 
 
-def test_a_dead_peer_is_seen_by_kick_and_park(both):
-    """X-21's purpose over gloo: the socket's end is the peer's death."""
+def test_a_dead_peer_ends_a_park(both):
+    """X-21's purpose while nobody exchanges: the socket's end is the peer's death."""
     both[1].close()
     assert select.select([both[0].fileno()], [], [], 1)[0]
     with pytest.raises(PeerError, match="closed"):
         both[0].take_kick()
-    with pytest.raises(PeerError, match="closed"):
+
+    def go_on():
         both[0].kick()
+        both[0].exchange(Channel.PLAN, words(1))
+
+    with pytest.raises(PeerError):
+        go_on()
+
+
+@pytest.mark.parametrize("kind", ["native"], indirect=True)
+def test_a_kick_wakes_whoever_polls(both):
+    """X-28: the descriptor becomes readable with the kick, and not again with an old one."""
+    on_both(lambda rank: both[rank].exchange(Channel.PLAN, words(1)))
+    both[1].park()
+    assert not select.select([both[1].fileno()], [], [], 0)[0]
+    both[0].kick()
+    assert select.select([both[1].fileno()], [], [], 1)[0]
+    assert both[1].take_kick()
+    assert not select.select([both[1].fileno()], [], [], 0)[0]
+
+
+@pytest.mark.parametrize("kind", ["native"], indirect=True)
+def test_the_path_is_proven_on_both_channels_before_it_is_used(both):
+    """M-06, X-05: words that no tick says arrive unchanged, and only then the short time-out begins."""
+    assert on_both(lambda rank: both[rank].prove(0.05)) == [None, None]
+    assert [[exchange.sequence(channel) for channel in Channel] for exchange in both] == [[1, 1], [1, 1]]
+    with pytest.raises(PeerError, match="within 50 ms"):
+        both[0].exchange(Channel.PLAN, words(1))
+
+
+@pytest.mark.parametrize("kind", ["native"], indirect=True)
+def test_words_that_change_on_their_way_are_a_bug_and_no_start(both):
+    """M-06: a proof that cannot fail is none."""
+    receive = both[1]._attachment.exchange
+    both[1]._attachment.exchange = lambda *told: tuple(word ^ 1 for word in receive(*told))
+    peer = threading.Thread(target=lambda: both[0].exchange(Channel.PLAN, _pattern(0, Channel.PLAN)))
+    peer.start()
+    with pytest.raises(InvariantError, match="words changed on their way through channel PLAN"):
+        both[1].prove(1.0)
+    peer.join(10)
 
 
 class Runner:
@@ -253,8 +305,12 @@ def test_metrics_are_flushed_when_a_rank_parks(pair):
 def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):
     """R38: the parent's end wakes the rank, which fails, and with it its peer, instead of sleeping for ever."""
     runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
-    pair.ranks[1].exchange._gather = refuse  # what gloo says when the peer's process has gone
+    if pair.kind == "gloo":
+        pair.ranks[1].exchange._gather = refuse  # what gloo says when the peer's process has gone
     pair.ranks[0].parent.close()
+    runner.threads[0].join(20)
+    if pair.kind == "native":
+        pair.ranks[0].exchange._attachment.close()  # as its process' end would be seen
     for thread in runner.threads:
         thread.join(20)
     assert len(runner.failures) == 2
