@@ -6,17 +6,21 @@ import argparse
 import os
 import socket
 from pathlib import Path
+from types import ModuleType
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tokenizers import Tokenizer
 
 from dsparkd.model.config import parse_model_config
-from tools.random_checkpoint import nano_config
-from tools.train_nano import target
+from tools.nano_tokenizer import NOISE_TOKEN
+from tools.random_checkpoint import Values, nano_config
+from tools.train_nano import drafter_trainee, target
 from tools.train_nano.optimiser import Optimiser
-from tools.train_nano.tokenizer import vocabulary
-from tools.train_nano.training import Group, Log, Slice, train
+from tools.train_nano.tokenizer import DEFAULT_PATH
+from tools.train_nano.training import Group, Log, Slice, Trainee, train
 
 
 def main() -> None:
@@ -42,6 +46,12 @@ def main() -> None:
         mp.spawn(run, (arguments, size, port), nprocs=size)
 
 
+def nano_values() -> Values:
+    """The shipped checkpoint's config.json."""
+    tokenizer = Tokenizer.from_file(str(DEFAULT_PATH))
+    return nano_config(tokenizer.get_vocab_size(), tokenizer.token_to_id(NOISE_TOKEN))
+
+
 def run(rank: int, arguments: argparse.Namespace, size: int, port: int) -> None:
     """One process of the group."""
     cuda = torch.cuda.is_available()
@@ -54,13 +64,15 @@ def run(rank: int, arguments: argparse.Namespace, size: int, port: int) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
     group = Group(rank, size, device)
-    config = parse_model_config(nano_config(*vocabulary()))
+    config = parse_model_config(nano_values())
     part = Slice(arguments.minutes, arguments.resume, arguments.out, arguments.seed)
     if arguments.what == "target":
-        trainee = target.TargetTrainee(config, group, arguments.seed)
-        plan, module = target.phases(arguments.scale, arguments.rows), target
+        trainee: Trainee = target.TargetTrainee(config, group, arguments.seed)
+        module: ModuleType = target
     else:
-        raise NotImplementedError
+        trainee = drafter_trainee.DrafterTrainee(config, group, arguments.seed, arguments.target)
+        module = drafter_trainee
+    plan = module.phases(arguments.scale, arguments.rows)
     optimiser = Optimiser(trainee.parameters(), module.MUON_RATE, module.ADAM_RATE, module.DECAY)
     log = Log(arguments.out, group)
     done = train(trainee, optimiser, plan, group, part, module.DECAY_SHARE, log)
@@ -69,5 +81,3 @@ def run(rank: int, arguments: argparse.Namespace, size: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()

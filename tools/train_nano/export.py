@@ -40,23 +40,25 @@ class Storage(Enum):
 
 # Names may lack their prefix, as those of tensors that stack the layers do; every spelling is listed, so that a
 # misspelt one is no bfloat16 tensor by accident.
+# Endings, tried in order. torch.compile follows str.endswith, and no regular expressions.
 _STORAGES = (
-    (r"ffn\.experts\.(\d+\.)?w[123](\.weight)?$", Storage.FP4),
-    (r"(attn|indexer)\.(wq_a|wq_b|wkv|wo_a|wo_b)\.weight$", Storage.FP8),
-    (r"shared_experts\.w[123]\.weight$", Storage.FP8),
-    (r"\bmain_proj\.weight$", Storage.FP8),
-    (r"(hc_(attn|ffn|head)_(fn|base|scale)|attn_sink|\bape|gate\.bias)$", Storage.F32),
-    (r"gate\.tid2eid$", Storage.I64),
-    (r"\b(embed|head|[a-z_]*norm|gate|weights_proj|markov_w[12])\.weight$", Storage.BF16),
-    (r"(compressor\.(wkv|wgate)|confidence_head\.proj)\.weight$", Storage.BF16),
+    (tuple(f".experts.{part}" for part in ("w1", "w2", "w3", "w1.weight", "w2.weight", "w3.weight")), Storage.FP4),
+    ((".wq_a.weight", ".wq_b.weight", "attn.wkv.weight", ".wo_a.weight", ".wo_b.weight"), Storage.FP8),
+    (tuple(f".shared_experts.{part}.weight" for part in ("w1", "w2", "w3")), Storage.FP8),
+    (("main_proj.weight",), Storage.FP8),
+    (("_fn", "_base", "_scale", "attn_sink", ".ape", "gate.bias"), Storage.F32),
+    (("gate.tid2eid",), Storage.I64),
+    (("embed.weight", "head.weight", "norm.weight", ".gate.weight", ".weights_proj.weight"), Storage.BF16),
+    (("markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight"), Storage.BF16),
+    (("compressor.wkv.weight", "compressor.wgate.weight"), Storage.BF16),
 )
 _STACKED = re.compile(r"^(.*\.ffn\.experts)\.(\d+)\.(w[123])\.weight$")
 
 
 def storage(name: str) -> Storage:
     """Return how the tensor of a state's name is stored. Raises ValueError for no such name."""
-    for pattern, kind in _STORAGES:
-        if re.search(pattern, name):
+    for endings, kind in _STORAGES:
+        if name.endswith(endings):
             return kind
     raise ValueError(f"{name} is no tensor of the official layout")
 

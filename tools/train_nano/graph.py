@@ -93,6 +93,12 @@ class Target:
         hidden = self._compiled.head(streams, outside)
         return Features(hidden, torch.cat(taps, -1), outside["head.weight"], index_loss, torch.stack(loads))
 
+    def freeze(self) -> None:
+        """Take the masters out of training."""
+        for values in self.values.values():
+            for tensor in values.values():
+                tensor.requires_grad_(False)
+
     def official(self) -> dict[str, Tensor]:
         """Official names; see ParameterTable.unstack."""
         return {

@@ -206,7 +206,7 @@ def _run_phase(
             tensor.grad = None
         step += 1
         if step % REPORT_EVERY == 0 or step == began + 10:
-            scalars = {name: value.item() for name, value in shared.items() if value.numel() == 1}
+            scalars = {name: value.item() for name, value in shared.items() if value.dim() == 0}
             if not all(np.isfinite(value) for value in scalars.values()):
                 raise RuntimeError(f"step {step}: {scalars} is not finite; lower the learning rates")
             now = time.monotonic()
@@ -302,6 +302,15 @@ def restore(trainee: Trainee, optimiser: Optimiser, directory: Path) -> int:
         return int(state["step"])
     _take(tensors, read_masters(directory))
     return 0
+
+
+def read_state(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a saved state, by name, on the cpu: state.pt's, or else the masters'."""
+    if (directory / STATE_FILE).exists():
+        tensors = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)["tensors"]
+        assert isinstance(tensors, dict)
+        return tensors
+    return read_masters(directory)
 
 
 def read_masters(directory: Path) -> dict[str, Tensor]:
