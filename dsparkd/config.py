@@ -217,6 +217,86 @@ class TextConfig(Section, frozen=True, kw_only=True):
     default_effort: Literal["low", "high", "max"] = "low"
 
 
+class GrammarCacheConfig(Section, frozen=True, kw_only=True):
+    """[grammar.cache] compiled grammars in a rank's memory."""
+
+    bytes: int = 1 * GIB
+    entries: int = 10_000
+    negative_entries: int = 1024
+    negative_ttl_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._require(self.bytes > 0, "bytes", "use a positive number of bytes")
+        self._require(self.entries > 0, "entries", "use a positive number of entries")
+        self._require(self.negative_entries >= 0, "negative_entries", "use 0 or a positive number of entries")
+        self._require(0 <= self.negative_ttl_s < math.inf, "negative_ttl_s", "use 0 or a positive number of seconds")
+
+
+class GrammarStoreConfig(Section, frozen=True, kw_only=True):
+    """[grammar.store] what is known of grammars across restarts."""
+
+    enabled: bool = True
+    directory: str = "/var/cache/dsparkd/grammar"
+    bytes: int = 4 * GIB
+    max_entry_bytes: int = 16 * MIB
+    max_compiled_bytes: int = 262_144
+    margin: float = 2.0
+    initial_bytes_per_s: int | None = None  # measured at start
+    scope_retention_s: int = 1_209_600
+
+    def __post_init__(self) -> None:
+        self._require(bool(self.directory) or not self.enabled, "directory", "name a directory, or set enabled = false")
+        self._require(self.bytes >= MIB, "bytes", f"use at least {MIB} bytes")
+        self._require(
+            0 < self.max_entry_bytes <= self.bytes, "max_entry_bytes", f"use 1..grammar.store.bytes ({self.bytes})"
+        )
+        self._require(self.max_compiled_bytes > 0, "max_compiled_bytes", "use a positive number of bytes")
+        self._require(1 <= self.margin < math.inf, "margin", "use at least 1")
+        self._require(
+            self.initial_bytes_per_s is None or self.initial_bytes_per_s > 0,
+            "initial_bytes_per_s",
+            "use a positive number of bytes a second",
+        )
+        self._require(self.scope_retention_s >= 86_400, "scope_retention_s", "use at least 86400 seconds")
+
+
+class GrammarConfig(Section, frozen=True, kw_only=True):
+    """[grammar] answers whose form is enforced."""
+
+    enabled: bool = True
+    traversal: Literal["native", "per_matcher", "batched"] = "native"
+    traversal_threads: int | None = None  # of the CPUs available
+    traversal_timeout_s: float = 0.05
+    workers: int | None = None  # of the CPUs available
+    compiler_threads: int | None = None  # of the CPUs available
+    wait_timeout_s: float = 30.0
+    compile_timeout_s: float = 20.0
+    probe_cpu_s: int = 2
+    probe_bytes: int = 1 * GIB
+    probe_wall_s: float = 10.0
+    cache: GrammarCacheConfig = GrammarCacheConfig()
+    store: GrammarStoreConfig = GrammarStoreConfig()
+
+    def __post_init__(self) -> None:
+        for key in ("traversal_threads", "workers", "compiler_threads"):
+            value = getattr(self, key)
+            self._require(value is None or value > 0, key, "use a positive number of threads")
+        self._require(
+            self.traversal_threads is None or self.traversal != "per_matcher",
+            "traversal_threads",
+            'leave it out with grammar.traversal = "per_matcher"',
+        )
+        for key in ("traversal_timeout_s", "wait_timeout_s", "compile_timeout_s", "probe_wall_s"):
+            self._require_seconds(key)
+        self._require(
+            self.compile_timeout_s <= self.wait_timeout_s,
+            "compile_timeout_s",
+            f"use at most grammar.wait_timeout_s ({self.wait_timeout_s})",
+        )
+        self._require(self.probe_cpu_s > 0, "probe_cpu_s", "use a positive number of whole seconds")
+        self._require(self.probe_bytes >= 64 * MIB, "probe_bytes", f"use at least {64 * MIB} bytes")
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The root; classes take their own section, never this."""
 
@@ -251,6 +331,9 @@ TABLE_NAMES: dict[type, str] = {
     GCConfig: "gc",
     LogConfig: "log",
     TextConfig: "text",
+    GrammarConfig: "grammar",
+    GrammarCacheConfig: "grammar.cache",
+    GrammarStoreConfig: "grammar.store",
 }
 
 

@@ -5,6 +5,8 @@
                                              MetricsFrame, Farewell
     rank    -> detokenizer   ToDetokenizer   TokenDeltas, Farewell
     detok.  -> parent        FromDetokenizer TextDeltas, MetricsFrame, Farewell
+    rank    -> probe         ToProbe         ProbeRequest
+    probe   -> rank          FromProbe       ProbeReady, ProbeVerdict, ProbeBody
 
 Times are CLOCK_MONOTONIC nanoseconds, comparable between the processes of one host.
 """
@@ -271,6 +273,49 @@ class TextDeltas(Message, frozen=True, tag=True):
     deltas: tuple[TextDelta, ...]
 
 
+class ProbeRequest(Message, frozen=True, tag=True, kw_only=True):
+    """Try a grammar in a process that may die. `number` is the sender's; answers carry it back.
+
+    digest: the grammar's name in the store. bytes_per_s: how fast the sender loads stored bodies, 0 for unknown.
+    """
+
+    number: int
+    digest: str
+    grammar: Grammar
+    bytes_per_s: float
+
+
+class ProbeReady(Message, frozen=True, tag=True):
+    """Probes may come. bytes_per_s: how fast this machine loads a stored body, in processor time."""
+
+    bytes_per_s: float
+
+
+class ProbeVerdict(Message, frozen=True, tag=True, kw_only=True):
+    """What became of a probe: sound, refused for what it is, or not decided because the machine was too busy.
+
+    compile_ns: processor time. compiled_bytes: XGrammar's own count. cpu_s and num_bytes: the limit that was broken.
+    """
+
+    number: int
+    state: Literal["sound", "refused", "busy"]
+    compile_ns: int = 0
+    compiled_bytes: int = 0
+    code: str = ""
+    message: str = ""
+    cpu_s: int = 0
+    num_bytes: int = 0
+
+
+class ProbeBody(Message, frozen=True, tag=True):
+    """What became of the serialized form of a sound grammar, after its verdict; there may be no such message."""
+
+    number: int
+    decision: Literal["serialized", "local_faster", "body_too_large", "not_serialized"]
+
+
+ToProbe = ProbeRequest
+FromProbe = ProbeReady | ProbeVerdict | ProbeBody
 ToRank = RoutedBatch | Abort | Shutdown
 FromRank = Progress | RankReady | StartFailed | Admitted | Refused | LoadSnapshot | MetricsFrame | Farewell
 ToDetokenizer = TokenDeltas | Farewell
@@ -281,3 +326,5 @@ decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 decode_to_detokenizer = msgspec.msgpack.Decoder(ToDetokenizer).decode
 decode_from_detokenizer = msgspec.msgpack.Decoder(FromDetokenizer).decode
+decode_to_probe = msgspec.msgpack.Decoder(ToProbe).decode
+decode_from_probe = msgspec.msgpack.Decoder(FromProbe).decode

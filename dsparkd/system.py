@@ -103,6 +103,11 @@ def schedule_as_batch() -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def schedule_when_idle() -> None:
+    """Let the kernel run the calling thread, and what it starts, only on processors that nobody else wants."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def cpu_count_available(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many CPUs this process may use: the smaller of its affinity and its cgroup v2 quota, rounded up."""
     return max(1, math.ceil(cpu_share_available(cgroup_root)))

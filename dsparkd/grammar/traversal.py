@@ -19,7 +19,6 @@ from xgrammar.tvm_ffi_binding import GrammarMatcher
 
 from dsparkd.errors import CapabilityError, InvariantError
 from dsparkd.grammar.matcher import ffi_matcher
-from dsparkd.grammar.vocabulary import Vocabulary
 from dsparkd.native.traversal import NativeTraversal, NodeState, Traversal, Walk, WalkStatus
 
 Kind = Literal["native", "per_matcher", "batched"]
@@ -34,7 +33,7 @@ _PROOF_NODES = 6
 _PROOF_CHAINS = 12
 
 
-def open_traversal(kind: Kind, num_threads: int, vocabulary: Vocabulary) -> Traversal:
+def open_traversal(kind: Kind, num_threads: int, info: xgrammar.TokenizerInfo) -> Traversal:
     """Open what `grammar.traversal` names and prove it. Raises CapabilityError; nothing else is tried."""
     traversal: Traversal
     if kind == "native":
@@ -44,7 +43,7 @@ def open_traversal(kind: Kind, num_threads: int, vocabulary: Vocabulary) -> Trav
     else:
         traversal = StockTraversal()
     try:
-        prove(traversal, kind, vocabulary)
+        prove(traversal, kind, info)
     except CapabilityError:
         traversal.close()
         raise
@@ -271,23 +270,23 @@ def _settle(walk: Walk, request: int, status: WalkStatus) -> None:
     walk.usable_rows[request] = walk.num_nodes if usable.all() else int(np.argmin(usable))
 
 
-def prove(traversal: Traversal, kind: Kind, vocabulary: Vocabulary) -> None:
+def prove(traversal: Traversal, kind: Kind, info: xgrammar.TokenizerInfo) -> None:
     """Raise CapabilityError unless the traversal gives what XGrammar's scalar calls give, on three grammars (D-01).
 
     Chains of drafts of a fixed seed, most of them with a refused id somewhere; commits included.
     """
     draw = random.Random(0)
-    compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     compiled = [compiler.compile_grammar(text) for text in _PROOF_GRAMMARS]
-    words = -(-vocabulary.vocab_size // 32)
+    words = -(-info.vocab_size // 32)
     drafts = np.zeros((_PROOF_CHAINS, _PROOF_NODES), np.int64)
     mask = np.zeros((_PROOF_CHAINS * _PROOF_NODES, words), np.int32)
-    walk = Walk(drafts, mask, vocabulary.vocab_size, _PROOF_NODES)
+    walk = Walk(drafts, mask, info.vocab_size, _PROOF_NODES)
     walk.begin(_PROOF_CHAINS)
     matchers, expected = [], []
     for chain in range(_PROOF_CHAINS):
         grammar = compiled[chain % len(compiled)]
-        ids = _draw_chain(xgrammar.GrammarMatcher(grammar), vocabulary.vocab_size, draw)
+        ids = _draw_chain(xgrammar.GrammarMatcher(grammar), info.vocab_size, draw)
         committed = draw.randrange(3)
         drafts[chain, 1:] = ids[committed : committed + _PROOF_NODES - 1]
         expected.append(_scalar_rows(xgrammar.GrammarMatcher(grammar), ids[:committed], drafts[chain], words))

@@ -10,7 +10,6 @@ import xgrammar
 from numpy.typing import NDArray
 
 from dsparkd.grammar.matcher import ffi_matcher
-from dsparkd.grammar.vocabulary import Vocabulary
 
 STOP_ID = 300
 CONTROL_ID = 301  # blank
@@ -44,15 +43,14 @@ def entries() -> list[bytes]:
     return filled + [b"zz"] * (STOP_ID - len(filled)) + [b""] * 10
 
 
-def vocabulary() -> Vocabulary:
+def tokenizer_info() -> xgrammar.TokenizerInfo:
     """The vocabulary as XGrammar sees it."""
-    info = xgrammar.TokenizerInfo(entries(), xgrammar.VocabType.RAW, vocab_size=PADDED_SIZE, stop_token_ids=[STOP_ID])
-    return Vocabulary(info, PADDED_SIZE, "0" * 64)
+    return xgrammar.TokenizerInfo(entries(), xgrammar.VocabType.RAW, vocab_size=PADDED_SIZE, stop_token_ids=[STOP_ID])
 
 
-def compile_all(vocab: Vocabulary) -> list[xgrammar.CompiledGrammar]:
+def compile_all(info: xgrammar.TokenizerInfo) -> list[xgrammar.CompiledGrammar]:
     """A schema, free JSON, a pattern, a recursion, and an ambiguous grammar."""
-    compiler = xgrammar.GrammarCompiler(vocab.info, max_threads=1, cache_enabled=False)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     schema = (
         '{"type": "object", "required": ["a", "b"], "properties":'
         ' {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "integer"}}}}'

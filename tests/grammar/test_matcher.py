@@ -11,14 +11,14 @@ from xgrammar.tvm_ffi_binding import GrammarMatcher
 
 from dsparkd.grammar.matcher import Matcher, keep_lock_in_short_calls
 from dsparkd.native.traversal import NativeTraversal, Walk
-from tests.grammar.grammars import PADDED_SIZE, STOP_ID, allowed_ids, compile_all, vocabulary
+from tests.grammar.grammars import PADDED_SIZE, STOP_ID, allowed_ids, compile_all, tokenizer_info
 
 OPEN, CLOSE = ord("("), ord(")")
 
 
 @pytest.fixture(scope="module")
 def parentheses() -> xgrammar.CompiledGrammar:
-    return compile_all(vocabulary())[3]
+    return compile_all(tokenizer_info())[3]
 
 
 def test_requests_of_one_grammar_do_not_touch_each_other(parentheses: xgrammar.CompiledGrammar) -> None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from dsparkd.errors import CapabilityError, InvariantError
 from dsparkd.grammar.matcher import ffi_matcher
 from dsparkd.grammar.traversal import BatchedTraversal, StockTraversal, find_batched_call, open_traversal, prove
-from dsparkd.grammar.vocabulary import Vocabulary
 from dsparkd.native.traversal import MatcherHandle, NativeTraversal, NodeState, Traversal, Walk, WalkStatus
 from tests.grammar.grammars import (
     PADDED_SIZE,
@@ -24,7 +23,7 @@ from tests.grammar.grammars import (
     compile_all,
     draw_case,
     scalar_rows,
-    vocabulary,
+    tokenizer_info,
 )
 
 NODES = 6
@@ -67,13 +66,13 @@ class FakeBatch:
 
 
 @pytest.fixture(scope="module")
-def vocab() -> Vocabulary:
-    return vocabulary()
+def info() -> xgrammar.TokenizerInfo:
+    return tokenizer_info()
 
 
 @pytest.fixture(scope="module")
-def grammars(vocab: Vocabulary) -> list[xgrammar.CompiledGrammar]:
-    return compile_all(vocab)
+def grammars(info: xgrammar.TokenizerInfo) -> list[xgrammar.CompiledGrammar]:
+    return compile_all(info)
 
 
 def open_one(name: str) -> Traversal:
@@ -414,25 +413,25 @@ class Skewed:
 
 
 @pytest.mark.parametrize("fault", ["one bit", "one row less", "a zero row"])
-def test_a_traversal_that_differs_in_anything_does_not_start(vocab: Vocabulary, fault: str) -> None:
+def test_a_traversal_that_differs_in_anything_does_not_start(info: xgrammar.TokenizerInfo, fault: str) -> None:
     """D-01: the start names the key; a sound one passes the same proof."""
-    prove(Skewed("none"), "native", vocab)
+    prove(Skewed("none"), "native", info)
     with pytest.raises(CapabilityError, match=r"grammar\.traversal"):
-        prove(Skewed(fault), "native", vocab)
+        prove(Skewed(fault), "native", info)
 
 
 @pytest.mark.parametrize("kind", ["native", "per_matcher"])
-def test_what_is_configured_opens_with_its_proof(vocab: Vocabulary, kind: str) -> None:
+def test_what_is_configured_opens_with_its_proof(info: xgrammar.TokenizerInfo, kind: str) -> None:
     """D-01, O-11: released wheels are enough for both."""
-    opened = open_traversal("native" if kind == "native" else "per_matcher", 2, vocab)
+    opened = open_traversal("native" if kind == "native" else "per_matcher", 2, info)
     assert isinstance(opened, NativeTraversal if kind == "native" else StockTraversal)
     opened.close()
 
 
-def test_the_batched_call_that_no_release_has_is_refused_at_start(vocab: Vocabulary) -> None:
+def test_the_batched_call_that_no_release_has_is_refused_at_start(info: xgrammar.TokenizerInfo) -> None:
     """D-01, O-11: without the call, or with another signature, the start fails and nothing else is tried."""
     with pytest.raises(CapabilityError, match="batch_traverse_draft_tree"):
-        open_traversal("batched", 1, vocab)
+        open_traversal("batched", 1, info)
 
     class Other:
         def batch_traverse_draft_tree(self, matchers: list[object], drafts: list[int]) -> None:
@@ -440,7 +439,7 @@ def test_the_batched_call_that_no_release_has_is_refused_at_start(vocab: Vocabul
 
     with pytest.raises(CapabilityError, match="batch_traverse_draft_tree"):
         find_batched_call(Other)
-    prove(BatchedTraversal(find_batched_call(FakeBatch), 1), "batched", vocab)
+    prove(BatchedTraversal(find_batched_call(FakeBatch), 1), "batched", info)
 
 
 def test_a_batched_call_may_leave_rows_unfinished_but_none_out(grammars: list[xgrammar.CompiledGrammar]) -> None:

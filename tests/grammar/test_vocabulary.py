@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import xgrammar
 
+from dsparkd.grammar.compiler import tokenizer_info
 from dsparkd.grammar.vocabulary import Vocabulary, make_vocabulary
 from dsparkd.text.tokenizer import Tokenizer
 from tests.grammar.grammars import allowed_ids
@@ -28,7 +29,7 @@ def vocabulary_of(tokenizer: Tokenizer, *, padding: int = 64, nameable: tuple[st
 
 
 def compiler_of(vocabulary: Vocabulary) -> xgrammar.GrammarCompiler:
-    return xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
+    return xgrammar.GrammarCompiler(tokenizer_info(vocabulary), max_threads=1, cache_enabled=False)
 
 
 TEXTS = {
@@ -92,7 +93,7 @@ def test_ids_without_a_token_are_never_allowed(tokenizer: Tokenizer) -> None:
     vocabulary = vocabulary_of(tokenizer, padding=100)
     matcher = xgrammar.GrammarMatcher(compiler_of(vocabulary).compile_regex("[^x]*"))
 
-    assert vocabulary.info.vocab_size == tokenizer.vocab_size + 100
+    assert tokenizer_info(vocabulary).vocab_size == tokenizer.vocab_size + 100
     assert max(allowed_ids(matcher, vocabulary.vocab_size)) < tokenizer.vocab_size
 
 

@@ -26,7 +26,7 @@ from dsparkd.grammar.matcher import ffi_matcher
 from dsparkd.native import traversal
 from dsparkd.native.traversal import MatcherHandle, MethodInfo, NativeTraversal, Walk, WalkStatus
 from dsparkd.native.traversal_build import HERE, STRICT, tvm_ffi_headers
-from tests.grammar.grammars import PADDED_SIZE, compile_all, vocabulary
+from tests.grammar.grammars import PADDED_SIZE, compile_all, tokenizer_info
 
 WORDS = -(-PADDED_SIZE // 32)
 INFO = vars(GrammarMatcher)["__tvm_ffi_type_info__"]
@@ -35,7 +35,7 @@ OPEN, CLOSE = ord("("), ord(")")
 
 @pytest.fixture(scope="module")
 def parentheses() -> xgrammar.CompiledGrammar:
-    return compile_all(vocabulary())[3]
+    return compile_all(tokenizer_info())[3]
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ def test_the_pool_shares_the_work(parentheses: xgrammar.CompiledGrammar) -> None
 
 def test_the_walk_runs_without_pythons_lock(pool: NativeTraversal) -> None:
     """D-28: a thread that waits for the lock gets it while the walk runs; nothing else would give it up."""
-    ambiguous = compile_all(vocabulary())[4]
+    ambiguous = compile_all(tokenizer_info())[4]
     walk = make_walk(64, 6)
     walk.drafts[:] = ord("a")
     matchers = [xgrammar.GrammarMatcher(ambiguous) for _ in range(64)]

@@ -1,0 +1,65 @@
+"""From a grammar's canonical text to XGrammar's compiled form, and back from a stored body."""
+
+from __future__ import annotations
+
+import re
+
+import xgrammar
+
+from dsparkd.errors import GrammarError
+from dsparkd.grammar.compile import compile_grammar
+from dsparkd.grammar.vocabulary import Vocabularies, Vocabulary
+from dsparkd.messages import Grammar
+
+MAX_MESSAGE_CHARACTERS = 500
+
+# "[12:34:56] /project/cpp/file.cc:123: " in front of what the library says.
+_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S*/\S*\.(?:cc|cpp|h|hpp|py):\d+:?")
+_PATH = re.compile(r"(?:/[\w.+-]+){2,}|/")
+
+
+def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+    """XGrammar's form of a vocabulary; 0.7 s for 129,280 ids."""
+    return xgrammar.TokenizerInfo(
+        list(vocabulary.entries),
+        xgrammar.VocabType.RAW,
+        vocab_size=vocabulary.vocab_size,
+        stop_token_ids=list(vocabulary.stop_ids),
+    )
+
+
+class Compiler:
+    """Compiles for one tokenizer; any thread may call, and several at once. `info`: the ordinary view of the tokens."""
+
+    def __init__(self, vocabularies: Vocabularies, num_threads: int) -> None:
+        self.info = tokenizer_info(vocabularies.plain)
+        self._tools_info = tokenizer_info(vocabularies.tools)
+        # The cache inside XGrammar is without bound, and of no use: one bounded cache owns what is compiled.
+        self._plain = xgrammar.GrammarCompiler(self.info, max_threads=num_threads, cache_enabled=False)
+        self._tools = xgrammar.GrammarCompiler(self._tools_info, max_threads=num_threads, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """Compile; takes as long as the grammar makes it. Raises GrammarError for one that XGrammar refuses.
+
+        MemoryError: the process' memory did not suffice, which says nothing about the grammar.
+        """
+        try:
+            return compile_grammar(self._tools if grammar.kind == "tool_calls" else self._plain, grammar)
+        except RuntimeError as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError("XGrammar ran out of memory") from error
+            raise GrammarError(describe(str(error)), code="invalid_grammar") from error
+
+    def load(self, grammar: Grammar, body: bytes) -> xgrammar.CompiledGrammar:
+        """Return what was serialized. XGrammar finds only some damage: the body's checksum must have been right.
+
+        Raises RuntimeError for a body that it does refuse.
+        """
+        info = self._tools_info if grammar.kind == "tool_calls" else self.info
+        return xgrammar.CompiledGrammar.deserialize_json(body.decode(), info)
+
+
+def describe(text: str) -> str:
+    """What the library says, without its places and paths, at most MAX_MESSAGE_CHARACTERS."""
+    plain = " ".join(_PATH.sub(" ", _PLACE.sub(" ", text)).split())
+    return plain[:MAX_MESSAGE_CHARACTERS] or "the compiler gives no reason"
