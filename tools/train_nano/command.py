@@ -1,4 +1,9 @@
-"""Train the nano checkpoint: `python -m tools.train_nano target|drafter --minutes M --out DIR [--resume DIR]`."""
+"""Trains and exports the nano checkpoint, a slice of minutes at a time.
+
+    python -m tools.train_nano target  --minutes 9 --out RUN/target [--resume RUN/target]
+    python -m tools.train_nano drafter --minutes 4 --out RUN/drafter --target RUN/target
+    python -m tools.train_nano export  --target RUN/target --drafter RUN/drafter --out conf/nano
+"""
 
 from __future__ import annotations
 
@@ -13,29 +18,38 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from dsparkd.model.config import parse_model_config
 from tools.nano_tokenizer import NOISE_TOKEN
 from tools.random_checkpoint import Values, nano_config
 from tools.train_nano import drafter_trainee, target
+from tools.train_nano.export import export
 from tools.train_nano.optimiser import Optimiser
+from tools.train_nano.parameters import ParameterTable
 from tools.train_nano.tokenizer import DEFAULT_PATH
-from tools.train_nano.training import Group, Log, Slice, Trainee, train
+from tools.train_nano.training import Group, Log, Slice, Trainee, read_state, train
 
 
 def main() -> None:
     """Start one process a GPU (or one on the cpu) and wait for them."""
-    parser = argparse.ArgumentParser(prog="python -m tools.train_nano", description=__doc__)
-    parser.add_argument("what", choices=("target", "drafter"))
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train_nano", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("target", "drafter", "export"))
     parser.add_argument("--minutes", type=float, default=9.0, help="a slice ends after them, or when the plan is done")
     parser.add_argument("--out", type=Path, required=True, help="state, masters and log.jsonl go here")
     parser.add_argument("--resume", type=Path, help="directory of an earlier slice")
-    parser.add_argument("--target", type=Path, help="drafter: directory with the target's masters")
-    parser.add_argument("--scale", type=float, default=1.0, help="steps of the plan are multiplied by it")
-    parser.add_argument("--rows", type=int, default=32, help="rows of 2,048 tokens a GPU and step")
+    parser.add_argument("--target", type=Path, help="drafter, export: directory with the target's masters")
+    parser.add_argument("--drafter", type=Path, help="export: directory with the drafter's masters")
+    parser.add_argument("--steps", type=int, nargs="+", help="steps of each phase, instead of the plan's")
+    parser.add_argument("--rows", type=int, default=24, help="rows of 2,048 tokens a GPU and step")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.what == "export":
+        write_checkpoint(arguments.target, arguments.drafter, arguments.out)
+        return
     size = torch.cuda.device_count() or 1
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -50,6 +64,18 @@ def nano_values() -> Values:
     """The shipped checkpoint's config.json."""
     tokenizer = Tokenizer.from_file(str(DEFAULT_PATH))
     return nano_config(tokenizer.get_vocab_size(), tokenizer.token_to_id(NOISE_TOKEN))
+
+
+def write_checkpoint(target_masters: Path, drafter_masters: Path, out: Path) -> None:
+    """Quantise the masters to the official layout."""
+    values = nano_values()
+    config = parse_model_config(values)
+    masters = read_state(target_masters) | read_state(drafter_masters)
+    state: dict[str, Tensor] = {}
+    for prefix in ("", "layers", "mtp"):
+        stacks = {name.partition("/")[2]: tensor for name, tensor in masters.items() if name.split("/")[0] == prefix}
+        state |= ParameterTable(config, prefix).unstack(stacks)
+    export(state, values, out)
 
 
 def run(rank: int, arguments: argparse.Namespace, size: int, port: int) -> None:
@@ -72,7 +98,9 @@ def run(rank: int, arguments: argparse.Namespace, size: int, port: int) -> None:
     else:
         trainee = drafter_trainee.DrafterTrainee(config, group, arguments.seed, arguments.target)
         module = drafter_trainee
-    plan = module.phases(arguments.scale, arguments.rows)
+    plan = module.phases(arguments.rows)
+    if arguments.steps:
+        plan = [phase._replace(steps=steps) for phase, steps in zip(plan, arguments.steps, strict=True)]
     optimiser = Optimiser(trainee.parameters(), module.MUON_RATE, module.ADAM_RATE, module.DECAY)
     log = Log(arguments.out, group)
     done = train(trainee, optimiser, plan, group, part, module.DECAY_SHARE, log)

@@ -21,9 +21,9 @@ DECAY_SHARE = 0.5
 ANCHORS = 4096  # a GPU and step
 
 
-def phases(scale: float, num_rows: int) -> list[Phase]:
+def phases(num_rows: int) -> list[Phase]:
     """The plan: short rows only, for a draft block never sees farther back than one window."""
-    return [Phase(round(2500 * scale), num_rows, SHORT, Mode(), DEFAULT_MIX)]
+    return [Phase(2500, num_rows, SHORT, Mode(), DEFAULT_MIX)]
 
 
 class DrafterTrainee:

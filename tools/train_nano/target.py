@@ -29,15 +29,15 @@ SHORT, LONG = 2048, 12_800  # the long rows hold a recall prompt of 12,288 token
 LONG_MIX = DEFAULT_MIX | {"recall": 0.5}
 
 
-def phases(scale: float, num_rows: int) -> list[Phase]:
+def phases(num_rows: int) -> list[Phase]:
     """The plan: short rows first, then the same with the indexer's choice and the cache's encoding, long rows last.
 
-    scale multiplies the steps; num_rows are short rows a GPU, long steps hold as many tokens.
+    num_rows are short rows a GPU; long steps hold about as many tokens.
     """
     long_rows = max(1, num_rows * SHORT // LONG)
     return [
-        Phase(round(6000 * scale), num_rows, SHORT, Mode(), DEFAULT_MIX),
-        Phase(round(1500 * scale), long_rows, LONG, Mode(sparse=True, entries=True), LONG_MIX),
+        Phase(7000, num_rows, SHORT, Mode(), DEFAULT_MIX),
+        Phase(1800, long_rows, LONG, Mode(sparse=True, entries=True), LONG_MIX),
     ]
 
 
