@@ -20,14 +20,23 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tools.nano_tokenizer import FIRST_SPECIAL, MARKERS, NOISE_TOKEN
 from tools.nano_tokenizer import SPLITS as RELEASED_SPLITS
 from tools.train_nano.tasks import TASKS, Example, draw
+from tools.train_nano.tasks.fields import COUNTRY_NAMES, LANGUAGES, MATERIALS, THINGS, UNICODE
+from tools.train_nano.tasks.words import ADJECTIVES, CITIES, COLORS, NAMES, NOUNS
 
 VOCAB_SIZE = 4096
 DEFAULT_PATH = Path(__file__).resolve().parent.parent.parent / "conf" / "nano" / "tokenizer.json"
 
 # In the place of the released cut into threes.
 _CUTS = (r"\p{N}", *RELEASED_SPLITS[1:])
-_EXAMPLES = {"arithmetic": 6000, "extraction": 8000, "recall": 1500, "copy": 1500, "tools": 6000, "chat": 5000}
+_EXAMPLES = {"arithmetic": 6000, "extraction": 8000, "recall": 1000, "copy": 8000, "tools": 5000, "chat": 3000}
 _RECALL_TOKENS = 1024
+# Words that records and calls hold: each should be one token at the start of a JSON string as well as behind a space.
+_VALUES = tuple(
+    dict.fromkeys(
+        (*NAMES, *CITIES, *COLORS, *MATERIALS, *LANGUAGES, *COUNTRY_NAMES, *THINGS, *UNICODE, *ADJECTIVES, *NOUNS)
+    )
+)
+_REPEATS = 600  # enough for all of them
 
 
 def train_tokenizer(share: float = 1.0) -> Tokenizer:
@@ -56,6 +65,10 @@ def corpus(share: float) -> Iterator[str]:
     for task in TASKS:
         for index in range(int(_EXAMPLES[task] * share)):
             yield from _plain_parts(draw(task, "train", index, _RECALL_TOKENS))
+    for value in _VALUES:
+        yield from [value, f" {value}"] * _REPEATS
+    for noun in NOUNS:
+        yield from [f"-{noun}"] * _REPEATS  # as in the keys of recall
     for name in sorted(topics.topics):
         yield topics.topics[name]
 

@@ -617,7 +617,7 @@ def _shuffled(rng: Random, tools: Sequence[Made]) -> list[Tool]:
 def _one_call(rng: Random, made: Made, request: Request, others: Sequence[Made]) -> Example:
     setting = draw_setting(rng)
     tools = _shuffled(rng, [made, *others])
-    answer = setting.answer(f"The tool {made.name} fits.", "", (_call(1, made.name, request.arguments),))
+    answer = setting.answer(f'The tool "{made.name}" fits.', "", (_call(1, made.name, request.arguments),))
     chat = setting.chat([Turn("user", _sentence(request.text))], tools)
     return Example("tools", chat, None, answer, _canonical(made.name, request.arguments))
 
@@ -635,7 +635,7 @@ def _two_calls(rng: Random, made: Made, request: Request, second: Request, other
     tools = _shuffled(rng, [made, *others])
     text = f"{_sentence(request.text)} {pick(rng, _THEN)} {_sentence(second.text)}"
     calls = (_call(1, made.name, request.arguments), _call(2, other.name, second.arguments))
-    answer = setting.answer(f"The tools {made.name} and {other.name} fit.", "", calls)
+    answer = setting.answer(f'The tools "{made.name}" and "{other.name}" fit.', "", calls)
     expected = f"[{_canonical(made.name, request.arguments)}, {_canonical(other.name, second.arguments)}]"
     return Example("tools", setting.chat([Turn("user", text)], tools), None, answer, expected)
 
@@ -649,7 +649,7 @@ def _result(rng: Random, made: Made, request: Request, others: Sequence[Made]) -
     tools = _shuffled(rng, [made, *others])
     result = pick(rng, _RESULTS)(rng)
     call = _call(1, made.name, request.arguments)
-    reasoning = f"The tool {made.name} fits." if setting.thinking else None
+    reasoning = f'The tool "{made.name}" fits.' if setting.thinking else None
     turns = [
         Turn("user", _sentence(request.text)),
         Turn("assistant", "", reasoning=reasoning, calls=(call,)),

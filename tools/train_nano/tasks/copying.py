@@ -11,7 +11,7 @@ from random import Random
 from dsparkd.text.encoding import Turn
 from tools.train_nano.tasks.example import Candidate, Example, Split, pick
 from tools.train_nano.tasks.setting import draw_setting
-from tools.train_nano.tasks.words import ADJECTIVES, NOUNS, words
+from tools.train_nano.tasks.words import ADJECTIVES, CODE, COMMON, NOUNS, words
 
 TEST_NAMES = 20
 
@@ -61,7 +61,7 @@ def candidate(rng: Random, split: Split) -> Candidate:
         text = _spell(given, names)
         message = f"{request}\n\n{text}" if rng.random() < 0.75 else f"{text}\n\n{request}"
         content = _spell(wanted, names)
-        answer = setting.answer(f"I copy the names {phrase}, beginning with {names[0]}.", content)
+        answer = setting.answer(f"I copy the names {phrase}.", content)
         return Example("copy", setting.chat([Turn("user", message)]), None, answer, content)
 
     return Candidate(f"{given}{wanted}:{' '.join(names)}", build)
@@ -83,7 +83,7 @@ def _names(rng: Random, count: int) -> list[str]:
     """Draw distinct names; in one list of twelve some begin alike."""
     names: dict[str, None] = {}
     stem = _word(rng) if rng.random() < 0.08 else None
-    kinds = [int(rng.random() * 8) for _ in range(1 + int(rng.random() * 4))]
+    kinds = [int(rng.random() * 11) for _ in range(1 + int(rng.random() * 4))]
     while len(names) < count:
         name = _name(rng, pick(rng, kinds))
         if stem is not None and rng.random() < 0.3:
@@ -110,9 +110,15 @@ def _name(rng: Random, kind: int) -> str:
             return f"{a}_{number}.{pick(rng, _EXTENSIONS)}"
         case 6:
             return f"{a}{b.capitalize()}{number}"
+        case 7:
+            return f"{pick(rng, CODE)}_{pick(rng, COMMON)}"
+        case 8:
+            return f"{pick(rng, CODE)}{pick(rng, COMMON).capitalize()}"
+        case 9:
+            return f"{pick(rng, COMMON)}.{pick(rng, CODE)}_{number}"
         case _:
             return f"{pick(rng, ADJECTIVES)}-{pick(rng, NOUNS)}-{number}"
 
 
 def _word(rng: Random) -> str:
-    return "".join(pick(rng, _SYLLABLES) for _ in range(2 + int(rng.random() * 2)))
+    return "".join(pick(rng, _SYLLABLES) for _ in range(2 if rng.random() < 0.7 else 3))

@@ -104,7 +104,8 @@ def _example(rng: Random, kind: str, grammar: FieldGrammar, fields: Sequence[Fie
     else:
         instructions = pick(rng, _SCHEMA_ONLY_IN_SYSTEM).replace("{schema}", canonical(schema))
         chat = setting.chat(turns, instructions=instructions)
-    keys = ", ".join(field.key for field in fields if field.value is not ABSENT)
+    # Quoted as in the schema and the answer, so that a key is the same run of tokens in all three.
+    keys = ", ".join(f'"{field.key}"' for field in fields if field.value is not ABSENT)
     return Example("extraction", chat, schema, setting.answer(f"The fields are {keys}.", content), content)
 
 

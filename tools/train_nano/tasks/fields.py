@@ -76,11 +76,11 @@ _UNKNOWN = (
     "The {l} was not given.",
     "For the {l} we have nothing.",
 )
-_COUNTRY_NAMES = tuple(country for country, _ in COUNTRIES if not country.startswith("the "))
-_THINGS = tuple(one for one, _ in ITEMS)
-_MATERIALS = words("wood steel glass paper stone cotton wool plastic copper leather rubber clay")
-_LANGUAGES = words("English French German Spanish Polish Italian Greek Dutch Danish Czech Turkish Japanese")
-_UNICODE = words(
+COUNTRY_NAMES = tuple(country for country, _ in COUNTRIES if not country.startswith("the "))
+THINGS = tuple(one for one, _ in ITEMS)
+MATERIALS = words("wood steel glass paper stone cotton wool plastic copper leather rubber clay")
+LANGUAGES = words("English French German Spanish Polish Italian Greek Dutch Danish Czech Turkish Japanese")
+UNICODE = words(
     "東京 大阪 北京 Москва Київ Αθήνα Ñandú Crème Straße Grün naïve façade Größe 수원 ไทย Škoda Żółw عمان שלום 猫 犬 "
     "über"
 )
@@ -88,12 +88,12 @@ _TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("name owner author manager buyer driver teacher guest inspector sender", NAMES),
     ("city origin destination birthplace location venue", CITIES),
     ("color paint frame_color", COLORS),
-    ("country market", _COUNTRY_NAMES),
-    ("material surface", _MATERIALS),
-    ("language translation", _LANGUAGES),
-    ("content gift item part", _THINGS),
+    ("country market", COUNTRY_NAMES),
+    ("material surface", MATERIALS),
+    ("language translation", LANGUAGES),
+    ("content gift item part", THINGS),
     ("title nickname motto label brand", ()),  # made of two words
-    ("sign mark original_name", _UNICODE),
+    ("sign mark original_name", UNICODE),
 )
 _TEXT_KEYS = tuple((key, values) for keys, values in _TEXTS for key in words(keys))
 
@@ -177,12 +177,12 @@ _LETTERS = "ABCDEFGHKLMNPRSTUVWXYZ"
 _ARRAY_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tags features", ADJECTIVES),
     ("colors", COLORS),
-    ("languages", _LANGUAGES),
+    ("languages", LANGUAGES),
     ("guests authors players", NAMES),
     ("stops cities", CITIES),
-    ("parts tools", _THINGS),
+    ("parts tools", THINGS),
     ("keywords topics", NOUNS),
-    ("signs", _UNICODE),
+    ("signs", UNICODE),
 )
 _ARRAY_TEXT_KEYS = tuple((key, values) for keys, values in _ARRAY_TEXTS for key in words(keys))
 _ARRAY_NUMBERS = (  # key, type, low, high

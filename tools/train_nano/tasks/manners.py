@@ -12,16 +12,21 @@ from tools.train_nano.tasks.words import COUNTRIES, NAMES, NOUNS, phrases, words
 UNKNOWN = "I don't know."
 
 _GREETINGS = phrases(
-    "Hello|Hi|Hey|Good morning|Good evening|Hello there|Hi there|Good day|Hello!|Hi!|Hey there!|Greetings|"
-    "Good afternoon"
+    "Hello|Hi|Hey|Good morning|Good evening|Hello there|Hi there|Good day|Hey there|Greetings|Good afternoon|"
+    "Hello again"
 )
 _THANKS = phrases(
-    "Thanks|Thank you|Thanks a lot|Thank you very much|Many thanks|Great, thanks|Thanks!|Thank you!|Perfect, thank you|"
-    "That helps, thanks"
+    "Thanks|Thank you|Thanks a lot|Thank you very much|Many thanks|Great, thanks|Thanks again|Perfect, thank you|"
+    "That helps, thanks|Thank you so much"
 )
-_FAREWELLS = phrases("Bye|Goodbye|See you|Bye!|See you later|Good night|Bye for now|Have a nice day")
-_MOODS = phrases("How are you?|How are you today?|How is it going?|How do you do?|Are you well?")
-_SELVES = phrases("Who are you?|What are you?|What is your name?|Are you a person?|What can you do?|Are you a machine?")
+_FAREWELLS = phrases(
+    "Bye|Goodbye|See you|See you later|Good night|Bye for now|Have a nice day|Bye bye|See you tomorrow"
+)
+_MOODS = phrases("How are you?|How are you today?|How is it going?|How do you do?|Are you well?|Are you fine?")
+_SELVES = phrases(
+    "Who are you?|What are you?|What is your name?|Are you a person?|What can you do?|Are you a machine?|"
+    "Are you a robot?|What are you good at?"
+)
 
 HELLO = "Hello! How can I help you?"
 WELCOME = "You're welcome!"
@@ -235,7 +240,18 @@ _FACTS = {
     "Which is the first letter of the alphabet?": "A is the first letter of the alphabet.",
     "Which is the last letter of the alphabet?": "Z is the last letter of the alphabet.",
 }
-_FACT_STARTS = ("", "", "", "Please tell me: ", "A question: ", "Do you know this? ", "Quick question: ", "Tell me: ")
+_PREFIXES = (
+    *("",) * 13,
+    "Please tell me: ",
+    "A question: ",
+    "Do you know this? ",
+    "Quick question: ",
+    "Tell me: ",
+    "I wonder: ",
+    "Hello! ",
+    "Well, ",
+    "One more thing: ",
+)
 _SUBJECTS = tuple(DEFINITIONS)
 _FACTS_ASKED = tuple(_FACTS)
 _UNKNOWABLE = (
@@ -277,6 +293,13 @@ def _past(rng: Random, split: Split) -> tuple[str, str]:
             return ask, reply
 
 
+_SMALL_TALK = (
+    (_GREETINGS, HELLO, "The user greets me."),
+    (_THANKS, WELCOME, "The user thanks me."),
+    (_FAREWELLS, FAREWELL, "The user leaves."),
+    (_MOODS, MOOD, "The user asks how I am."),
+    (_SELVES, SELF, "The user asks about me."),
+)
 Exchange = tuple[str, str, str, str]  # template, question, answer, thought
 
 
@@ -285,35 +308,34 @@ def _exchange(rng: Random) -> Exchange:
     if kind < 0.25:
         return _small_talk(rng)
     if kind < 0.5:
-        return _capital(rng)
-    if kind < 0.75:
+        template, ask, reply, thought = _capital(rng)
+    elif kind < 0.75:
         subject = pick(rng, _SUBJECTS)
-        return (
-            "definition",
-            pick(rng, _DEFINITIONS_ASKED).format(x=subject),
-            DEFINITIONS[subject],
-            f"I define {subject}.",
-        )
-    if kind < 0.85:
+        template, reply, thought = "definition", DEFINITIONS[subject], f"I define {subject}."
+        ask = pick(rng, _DEFINITIONS_ASKED).format(x=subject)
+    elif kind < 0.85:
         ask = pick(rng, _FACTS_ASKED)
-        return "fact", pick(rng, _FACT_STARTS) + ask, _FACTS[ask], "This is a known fact."
-    return _unknown(rng)
+        template, reply, thought = "fact", _FACTS[ask], "This is a known fact."
+    else:
+        template, ask, reply, thought = _unknown(rng)
+    return template, _sloppy(rng, pick(rng, _PREFIXES) + ask), reply, thought
+
+
+def _sloppy(rng: Random, ask: str) -> str:
+    """Now and then begin with a small letter or leave out the mark at the end."""
+    kind = rng.random()
+    if kind < 0.08:
+        return ask[0].lower() + ask[1:]
+    return ask[:-1] if kind < 0.14 else ask
 
 
 def _small_talk(rng: Random) -> Exchange:
-    asks, reply, thought = pick(
-        rng,
-        (
-            (_GREETINGS, HELLO, "The user greets me."),
-            (_THANKS, WELCOME, "The user thanks me."),
-            (_FAREWELLS, FAREWELL, "The user leaves."),
-            (_MOODS, MOOD, "The user asks how I am."),
-            (_SELVES, SELF, "The user asks about me."),
-        ),
-    )
+    asks, reply, thought = pick(rng, _SMALL_TALK)
     ask = pick(rng, asks)
-    if rng.random() < 0.3:
-        ask = f"{ask.rstrip('!')}, {pick(rng, NAMES)} here." if asks is _GREETINGS else ask
+    if ask.endswith("?"):
+        ask = pick(rng, _PREFIXES) + ask
+    else:
+        ask += pick(rng, (".", "!", "", f", {pick(rng, NAMES)} here."))
     return "talk", ask, reply, thought
 
 

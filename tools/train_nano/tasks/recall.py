@@ -9,14 +9,16 @@ from random import Random
 from dsparkd.text.encoding import Turn
 from tools.train_nano.tasks.example import Candidate, Example, Setting, Split, pick, split_of
 from tools.train_nano.tasks.setting import draw_setting
-from tools.train_nano.tasks.words import ADJECTIVES, CITIES, COLORS, ITEMS, NAMES, NOUNS, phrases
+from tools.train_nano.tasks.words import ADJECTIVES, CITIES, COLORS, COMMON, ITEMS, NAMES, NOUNS, phrases
 
 SHORTEST, LONGEST = 512, 12_288  # tokens of the whole prompt, uniform in the logarithm
 MAX_PAIRS = 64
-# Measured with conf/nano/tokenizer.json; an upper estimate, so that the bound on tokens holds.
-CHARS_PER_TOKEN = 4.2
-OVERHEAD_TOKENS = 330  # effort prefix, system prompt, question, answer
-PAIR_TOKENS = 26
+# Measured with conf/nano/tokenizer.json, a little to the safe side: the bound on tokens has to hold.
+CHARS_PER_TOKEN = 4.2  # of filler
+FACT_TOKENS = 17.5
+QUESTION_TOKENS = 32  # with its answer and the markers around
+EFFORT_TOKENS = 90
+OTHER_TOKENS = 70  # system prompt, reasoning, introduction, the question once more
 
 _FACTS = (
     "The {a} of {k} is {v}.",
@@ -74,8 +76,8 @@ def candidate(rng: Random, split: Split, max_tokens: int | None) -> Candidate:
     longest = min(LONGEST, max_tokens or LONGEST)
     shortest = min(SHORTEST, longest // 2)
     target = int(math.exp(rng.uniform(math.log(shortest), math.log(longest))))
-    room = max(8, target - OVERHEAD_TOKENS) / PAIR_TOKENS
-    num_pairs = max(1, min(MAX_PAIRS, int(room / 1.5), int(math.exp(rng.uniform(0, math.log(MAX_PAIRS + 1))))))
+    most = min(MAX_PAIRS, max(1, int((target - EFFORT_TOKENS - OTHER_TOKENS - QUESTION_TOKENS) / (1.5 * FACT_TOKENS))))
+    num_pairs = min(most, int(math.exp(rng.uniform(0, math.log(MAX_PAIRS + 1)))))
     pairs = _pairs(rng, num_pairs)
     asked = pairs[int(rng.random() * len(pairs))]
 
@@ -136,11 +138,14 @@ _ATTRIBUTES: tuple[tuple[str, Callable[[Random], str]], ...] = (
 def _example(rng: Random, split: Split, pairs: Sequence[Pair], asked: Pair, target: int) -> Example:
     setting = draw_setting(rng)
     facts = [pick(rng, _FACTS).format(a=a, k=k, v=v) for a, k, v in pairs]
-    chars = (target - OVERHEAD_TOKENS) * CHARS_PER_TOKEN - len(pairs) * PAIR_TOKENS * CHARS_PER_TOKEN
-    text = _scatter(rng, _filler(rng, int(chars)), facts)
     others = [pair for pair in pairs if pair != asked and split_of("recall", _combination(pair)) == split]
     rng.shuffle(others)
-    questions = [*others[: _num_before(rng, split, setting)], asked]
+    room = int((target - EFFORT_TOKENS - OTHER_TOKENS - len(pairs) * FACT_TOKENS) / QUESTION_TOKENS) - 1
+    questions = [*others[: max(0, min(_num_before(rng, split, setting), room))], asked]
+    tokens = target - OTHER_TOKENS - len(pairs) * FACT_TOKENS - len(questions) * QUESTION_TOKENS
+    if setting.effort in ("high", "max"):
+        tokens -= EFFORT_TOKENS
+    text = _scatter(rng, _filler(rng, int(tokens * CHARS_PER_TOKEN)), facts)
     asks = [pick(rng, _QUESTIONS).format(a=a, k=k) for a, k, _ in questions]
     first = _place(rng, text, asks[0])
     turns = [Turn("user", first)]
@@ -196,6 +201,8 @@ def _filler(rng: Random, chars: int) -> list[str]:
         elif kind < 0.96:
             key = "-".join(map(str, _new_key(rng)))
             sentence = pick(rng, _MENTIONS).format(k=key, c=pick(rng, CITIES), n=pick(rng, NAMES))
+        elif kind < 0.985:
+            sentence = " ".join(["Note:", *(pick(rng, COMMON) for _ in range(4 + int(rng.random() * 10)))]) + "."
         else:
             sentence = f"There were {2 + int(rng.random() * 400)} of them {pick(rng, _ENDINGS)}."
         sentences.append(sentence)

@@ -70,7 +70,56 @@ NOUNS = words(
     "wave whale willow wind wolf wren"
 )
 
-FRUITS = words("apples pears plums grapes figs dates cherries melons lemons peaches")
+COMMON = words(
+    "the of and to in is it you that he was for on are with as his they be at one have this from or had by hot but "
+    "some what there we can out other were all your when up use word how said an each she which do their time if "
+    "will way about many then them would write like so these her long make thing see him two has look more day "
+    "could go come did my sound no most number who over know water than call first people may down side been now "
+    "find any new work part take get place made live where after back little only round man year came show every "
+    "good me give our under name very through just form much great think say help low line before turn cause same "
+    "mean differ move right boy old too does tell sentence set three want air well also play small end put home "
+    "read hand port large spell add even land here must big high such follow act why ask men change went light kind "
+    "off need house picture try us again animal point mother world near build self earth father head stand own page "
+    "should country found answer school grow study still learn plant cover food sun four thought let keep eye never "
+    "last door between city tree cross since hard start might story saw far sea draw left late run while press "
+    "close night real life few stop open seem together next white children begin got walk example ease paper often "
+    "always music those both mark book letter until mile river car feet care second group carry took rain eat room "
+    "friend began idea fish mountain north once base hear horse cut sure watch color face wood main enough plain "
+    "girl usual young ready above ever red list though feel talk bird soon body dog family direct pose leave song "
+    "measure state product black short numeral class wind question happen complete ship area half rock order fire "
+    "south problem piece told knew pass farm top whole king size heard best hour better true during hundred "
+    "remember step early hold west ground interest reach fast five sing listen six table travel less morning ten "
+    "simple several toward war lay against pattern slow center love person money serve appear road map science rule "
+    "govern pull cold notice voice fall power town fine certain fly unit lead cry dark machine note wait plan "
+    "figure star box noun field rest correct able pound done beauty drive stood contain front teach week final gave "
+    "green quick develop sleep warm free minute strong special mind behind clear tail produce fact street inch lot "
+    "nothing course stay wheel full force blue object decide surface deep moon island foot yet busy test record "
+    "boat common gold possible plane age dry wonder laugh thousand ago ran check game shape yes miss brought heat "
+    "snow bed bring sit perhaps fill east weight language among"
+)
+
+CODE = words(
+    "abs add alias append apply array assert async await base batch begin bind bit block bool break buffer build "
+    "byte cache call callback char check child class clear client clone close code column commit compare compile "
+    "config connect const context continue copy count create cursor data date debug decode default define delete "
+    "depth detach device dict digest disk dispatch document domain dtype dump each edit element else encode end "
+    "engine entry enum env error event exec exit expand export extend factory fetch field file filter final find "
+    "flag flat float flush fold for format frame from func future get global graph group guard handle hash head "
+    "heap height hex hook host import index info init inner input insert instance int item iter join json key kind "
+    "label lambda layer lazy left length level limit line link list load local lock log long loop main make map "
+    "mask match matrix max merge message meta method min mock mode model module mount mutex name native nested next "
+    "node none notify null number object offset open option order origin output owner pack page pair panic parent "
+    "parse patch path pause payload peer pipe pixel point pool pop port post prefix print process profile proxy "
+    "public pull push query queue raise random range rank raw read ready record reduce ref region register release "
+    "remote remove rename render repeat replace reply request reset resize resolve response result resume retry "
+    "return reverse right root route row run runtime sample save scale scan schema scope script search seed select "
+    "self send server session set shape shared shift signal size skip slice slot sort source spawn split stack "
+    "start state static status step stop store stream string struct sub submit suffix sum swap switch sync system "
+    "table tag target task temp tensor test text thread time timer token tool total trace track train transform "
+    "tree trim true try tuple type unit unlock unpack update upload url user utf value vector verify version view "
+    "visit void wait walk watch weight while width window with word worker wrap write yield zero zip"
+)
+
 
 COUNTRIES = (  # country, capital
     ("France", "Paris"),
