@@ -124,6 +124,7 @@ struct dsx_handle {
     uint32_t rank;
     int pidfd; /* of the peer; -1 until it has been seen attached */
     uint64_t timeout_ns, spin_ns;
+    uint64_t check_ns; /* when to see again whether the peer lives */
     uint64_t sequence[NUM_CHANNELS];
 };
 
@@ -524,26 +525,25 @@ static dsx_code wait_asleep(dsx_handle *handle, int channel, uint64_t sequence, 
                             uint32_t *sleeps)
 {
     struct wait_line *own = &own_area(handle)->wait;
-    uint64_t check_ns = now_ns;
     uint32_t bell;
     dsx_code code;
     int outcome, error;
 
     for (;;) {
-        if (now_ns >= check_ns) {
+        if (now_ns >= handle->check_ns) { /* also before the first sleep of all */
             code = check_peer(handle, sequence);
             if (code != DSX_OK) { /* it may have published, or left in order, before it ended */
                 outcome = look(handle, channel, sequence);
                 return outcome == NOT_YET ? code : (dsx_code)outcome;
             }
-            check_ns = now_ns + LIVENESS_NS;
+            handle->check_ns = now_ns + LIVENESS_NS;
         }
         bell = atomic_load(&own->bell); /* pairs with ring and publish: a later ring changes it */
         /* Pairs with the load in publish: either the publisher sees the flag, or look sees its number. */
         atomic_store(&own->waiting, 1);
         outcome = look(handle, channel, sequence);
         if (outcome == NOT_YET) {
-            error = sleep_on(&own->bell, bell, check_ns < deadline_ns ? check_ns : deadline_ns);
+            error = sleep_on(&own->bell, bell, handle->check_ns < deadline_ns ? handle->check_ns : deadline_ns);
             ++*sleeps;
             outcome = look(handle, channel, sequence);
             if (outcome == NOT_YET && error != 0)
