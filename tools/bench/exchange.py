@@ -1,0 +1,269 @@
+"""Measures the ranks' agreement: shared memory with and without spinning beside gloo, in turns of one run.
+
+    python -m tools.bench exchange [--count 20000] [--cpus 0,1] [--busy-gpus] [--json]
+
+Two processes, pinned to a core each, exchange in blocks that alternate between the kinds, so that a slow moment of the
+machine meets all of them. native: what the C call measures of itself, from its first clock to its last. python: what a
+Python caller sees around that call; loop: with the words that the scheduler's loop uses, in and out. skew: how far
+apart the ranks came; after last: from the later one's arrival to the end, which is what an exchange costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from dsparkd import system
+from dsparkd.native import exchange
+from dsparkd.native.exchange import Attachment, Timing
+from dsparkd.scheduler.agreement import Channel
+from dsparkd.scheduler.exchange import NativeExchange, Words
+
+SPIN_S = 20e-6
+TIMEOUT_S = 60.0
+BLOCK = 500
+GLOO_SHARE = 10  # one gloo exchange for so many native ones: it takes a hundred times as long
+WORDS = Words((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 6), 0)
+# What must hold on the development machine, microseconds: kind, series, percentile, bound (contracts X-34).
+BOUNDS = (
+    ("native", "native", "p50", 0.6),
+    ("native", "native", "p99", 3.0),
+    ("native", "python", "p50", 2.0),
+    ("native", "python", "p99", 10.0),
+    ("native, spin 0", "native", "p50", 6.0),
+)
+SERIES = ("native", "skew", "after last", "python", "loop")
+
+
+# By kind, series and percentile; microseconds, except the series "counts".
+Figures = dict[str, dict[str, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What both rank processes inherit of one native kind."""
+
+    memory: int
+    events: tuple[int, int]
+    peers: tuple[socket.socket, socket.socket]
+    spin_s: float
+
+
+def make_shared(spin_s: float) -> Shared:
+    """A fresh region with its events and the sockets that stand for the ranks' lives."""
+    memory = system.sealed_memory("dsparkd-bench", exchange.region_bytes())
+    exchange.init_region(memory, session=1, digest=1)
+    return Shared(memory, (system.eventfd(), system.eventfd()), socket.socketpair(), spin_s)
+
+
+class Native:
+    """One rank of a native kind and what it measured, in nanoseconds by series."""
+
+    def __init__(self, rank: int, shared: Shared) -> None:
+        self._attachment = Attachment.open(
+            shared.memory, rank, session=1, digest=1, timeout_s=TIMEOUT_S, spin_s=shared.spin_s
+        )
+        kicks = (shared.events[rank], shared.events[1 - rank])
+        self._exchange = NativeExchange(rank, self._attachment, kicks, shared.peers[rank])
+        self.measured: dict[str, list[int]] = {name: [] for name in SERIES}
+        self.calls = self.sleeps = self.wakes = 0
+
+    def block(self) -> None:
+        """BLOCK calls as Python sees them, then as many as the loop makes them."""
+        fields, extra = WORDS.fields, WORDS.extra
+        self._repeat("python", lambda: self._attachment.exchange(0, fields, extra, 0))
+        self._repeat("loop", lambda: self._exchange.exchange(Channel.PLAN, WORDS))
+
+    def _repeat(self, series: str, call: Callable[[], object]) -> None:
+        clock, seen = time.perf_counter_ns, self.measured[series]
+        timings: list[Timing] = []
+        for _ in range(BLOCK):
+            begun = clock()
+            call()
+            seen.append(clock() - begun)
+            timings.append(self._attachment.timing())
+        for timing in timings:
+            self.measured["native"].append(timing.total_ns)
+            self.measured["skew"].append(timing.arrival_skew_ns)
+            self.measured["after last"].append(timing.after_last_ns)
+            self.calls += 1
+            self.sleeps += timing.sleeps
+            self.wakes += timing.wakes
+
+
+def gloo_call(rank: int, peer: socket.socket) -> Callable[[], object]:
+    """The same exchange over gloo, as executor.collectives sets it up."""
+    import torch
+
+    from dsparkd.executor.collectives import RankGroups
+    from dsparkd.scheduler.exchange import GlooExchange
+
+    torch.set_num_threads(1)
+    groups = RankGroups.open(rank, peer, torch.device("cpu"), startup_timeout_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
+    gloo = GlooExchange(groups.gather, peer)
+    return lambda: gloo.exchange(Channel.PLAN, WORDS)
+
+
+def run_rank(rank: int, cpu: int, kinds: dict[str, Shared], peer: socket.socket, count: int) -> dict[str, object]:
+    """One rank's whole life; returns its measurements by kind."""
+    os.sched_setaffinity(0, {cpu})
+    natives = {name: Native(rank, shared) for name, shared in kinds.items()}
+    call = gloo_call(rank, peer)
+    gloo: list[int] = []
+    for number in range(-1, -(-count // BLOCK)):
+        for native in natives.values():
+            native.block()
+        for _ in range(BLOCK // GLOO_SHARE):
+            begun = time.perf_counter_ns()
+            call()
+            gloo.append(time.perf_counter_ns() - begun)
+        if number < 0:  # warm-up
+            gloo.clear()
+            for native in natives.values():
+                native.calls = native.sleeps = native.wakes = 0
+                for seen in native.measured.values():
+                    seen.clear()
+    return {
+        "natives": {
+            name: {"series": native.measured, "calls": native.calls, "syscalls": native.sleeps + native.wakes}
+            for name, native in natives.items()
+        },
+        "gloo": gloo,
+    }
+
+
+def fork(work: Callable[[], object]) -> tuple[int, int]:
+    """Run work in a child; returns its pid and a descriptor from which its result comes as JSON."""
+    read_end, write_end = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(read_end)
+            with open(write_end, "w") as pipe:
+                json.dump(work(), pipe)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write_end)
+    return pid, read_end
+
+
+def keep_gpu_busy(index: int) -> None:
+    """Multiply matrices on one GPU until killed."""
+    import torch
+
+    torch.cuda.set_device(index)
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    while True:
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
+
+
+def percentiles(values: list[int]) -> dict[str, float]:
+    """p50, p99 and the largest, in microseconds."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {name: ordered[last * share // 100] / 1e3 for name, share in (("p50", 50), ("p99", 99), ("max", 100))}
+
+
+def measure(count: int, cpus: tuple[int, int], busy_gpus: bool) -> Figures:
+    """Run both ranks and put their figures together, by kind and series. Raises RuntimeError when a rank fails."""
+    kinds = {"native": make_shared(SPIN_S), "native, spin 0": make_shared(0.0)}
+    peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    loads = [fork(partial(keep_gpu_busy, index)) for index in (0, 1)] if busy_gpus else []
+    if loads:
+        time.sleep(20)  # until both have loaded CUDA and run
+    children = [fork(partial(run_rank, rank, cpus[rank], kinds, peers[rank], count)) for rank in (0, 1)]
+    told = []
+    for pid, pipe in children:
+        with open(pipe) as file:
+            told.append(file.read())
+        if os.waitpid(pid, 0)[1] != 0:
+            raise RuntimeError("a rank failed")
+    for pid, pipe in loads:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(pipe)
+    both = [json.loads(text) for text in told]
+    figures: Figures = {}
+    for name in kinds:
+        parts = [rank["natives"][name] for rank in both]
+        figures[name] = {
+            series: percentiles(parts[0]["series"][series] + parts[1]["series"][series]) for series in SERIES
+        }
+        share = sum(part["syscalls"] for part in parts) / sum(part["calls"] for part in parts)
+        figures[name]["counts"] = {"exchanges": parts[0]["calls"], "syscalls per exchange": share}
+    gloo = [rank["gloo"] for rank in both]
+    figures["gloo"] = {"loop": percentiles(gloo[0] + gloo[1]), "counts": {"exchanges": len(gloo[0])}}
+    return figures
+
+
+def judge(figures: Figures) -> list[dict[str, object]]:
+    """Each bound with what was measured."""
+    return [
+        {
+            "what": f"{kind}: {series} {percentile}",
+            "us": figures[kind][series][percentile],
+            "bound_us": bound,
+            "ok": figures[kind][series][percentile] <= bound,
+        }
+        for kind, series, percentile, bound in BOUNDS
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print; 0 when every bound holds."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench exchange", description="the ranks' agreement")
+    parser.add_argument("--count", type=int, default=20_000, help="exchanges of each native series")
+    parser.add_argument("--cpus", help="two cores, one a rank; the first two that this process may use by default")
+    parser.add_argument("--busy-gpus", action="store_true", help="while both GPUs multiply matrices")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args(argv)
+    allowed = sorted(os.sched_getaffinity(0))
+    cpus = [int(cpu) for cpu in arguments.cpus.split(",")] if arguments.cpus else allowed[:2]
+    if len(set(cpus)) != 2:
+        parser.error("name two cores: each rank has one to itself")
+    begun = time.perf_counter()
+    load = os.getloadavg()[0]
+    figures = measure(arguments.count, (cpus[0], cpus[1]), arguments.busy_gpus)
+    verdicts = judge(figures)
+    result = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, cores {cpus} used",
+        "load_before": load,
+        "busy_gpus": arguments.busy_gpus,
+        "spin_s": SPIN_S,
+        "elapsed_s": round(time.perf_counter() - begun, 1),
+        "figures_us": figures,
+        "bounds": verdicts,
+        "ok": all(verdict["ok"] for verdict in verdicts),
+    }
+    print(json.dumps(result) if arguments.json else render(result, figures, verdicts))
+    return 0 if result["ok"] else 1
+
+
+def render(result: dict[str, object], figures: Figures, verdicts: list[dict[str, object]]) -> str:
+    """The table: a line a series, then the bounds."""
+    lines = [f"{result['machine']}, load before {result['load_before']:.2f}, {result['elapsed_s']} s; microseconds"]
+    for kind, series in figures.items():
+        lines.append(f"{kind}: " + ", ".join(f"{name} {value:g}" for name, value in series["counts"].items()))
+        for name, values in series.items():
+            if name != "counts":
+                lines.append(
+                    f"  {name:<12} p50 {values['p50']:9.2f}  p99 {values['p99']:9.2f}  max {values['max']:11.2f}"
+                )
+    for verdict in verdicts:
+        state = "ok" if verdict["ok"] else "OVER"
+        lines.append(f"{state:<5}{verdict['what']}: {verdict['us']:.2f}, bound {verdict['bound_us']}")
+    return "\n".join(lines)
