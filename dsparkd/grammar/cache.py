@@ -20,6 +20,7 @@ from dsparkd.grammar.matcher import Matcher
 from dsparkd.messages import Grammar
 
 ENTRY_OVERHEAD_BYTES = 512
+MAX_JOBS = 256  # grammars on their way in one rank; what they hold is in no cache's account
 
 Source = Literal["memory", "in_flight", "disk", "local_compile", "compile"]
 EvictionCause = Literal["bytes", "entries", "oversized", "flush"]
@@ -43,11 +44,17 @@ class Ticket:
     deadline_ns: int
     source: Source = "memory"
     outcome: Compiled | RequestError | None = None
+    is_cancelled: bool = False
 
     @property
     def is_done(self) -> bool:
         """Whether the grammar, or the reason why there is none, has come."""
         return self.outcome is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits with it any more."""
+        return self.is_cancelled or self.outcome is not None
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the grammar's start. Raises the RequestError that stands in its place."""
@@ -60,12 +67,11 @@ class Ticket:
 
 @dataclass(eq=False)
 class Job:
-    """One grammar on its way. `waiters` and `begun` belong to the cache's lock."""
+    """One grammar on its way. `waiters` belongs to the cache's lock."""
 
     grammar: Grammar
     generation: int
     waiters: list[Ticket] = field(default_factory=list)
-    begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,24 +124,33 @@ class GrammarCache:
                 ticket.source = "in_flight"
                 job.waiters.append(ticket)
                 return None
+            if len(self._jobs) >= MAX_JOBS:
+                ticket.outcome = RequestError(
+                    f"{MAX_JOBS} new grammars are being prepared; try again later",
+                    status=503,
+                    code="grammar_unavailable",
+                    retry_after_s=1,
+                )
+                return None
             job = self._jobs[grammar] = Job(grammar, self._generation, [ticket])
             return job
 
-    def begin(self, job: Job) -> bool:
+    def keep(self, job: Job) -> bool:
         """Whether somebody still waits for the job; if nobody does it is dropped, and the next look-up is a new one."""
         with self._lock:
-            if not job.waiters and not job.begun:
+            if not job.waiters:
                 del self._jobs[job.grammar]
                 return False
-            job.begun = True
             return True
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Take a ticket out of its job; a ticket that is done already stays as it is."""
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a ticket out of its job; False when it is done, and told of elsewhere."""
         with self._lock:
             job = self._jobs.get(ticket.grammar)
-            if job is not None and ticket in job.waiters:
-                job.waiters.remove(ticket)
+            if job is None or ticket not in job.waiters:
+                return False
+            job.waiters.remove(ticket)
+            return True
 
     def finish(self, job: Job, outcome: Compiled | RequestError, source: Source, *, remember: bool) -> list[Ticket]:
         """End a job: its grammar is no longer in flight and, if it may be remembered, in memory; nothing in between.

@@ -198,10 +198,12 @@ class GrammarStore:
                 ledger.note(len(raw))
                 if ledger.num_bytes > self._config.bytes:
                     self._prune(ledger, lock.digest)
-                if ledger.num_bytes > self._config.bytes:
+                is_full = ledger.num_bytes > self._config.bytes
+                if is_full:
                     ledger.forget(target)
                     target.unlink()
-                    raise StoreFull(f"{len(raw)} bytes find no room in {self._config.bytes}")
+            if is_full:
+                raise StoreFull(f"{len(raw)} bytes find no room in {self._config.bytes}")
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -252,7 +254,7 @@ class GrammarStore:
     def _changing_ledger(self, *, trust: bool = True) -> Iterator[Ledger]:
         """Hold the ledger; every change of an entry happens inside.
 
-        The file is empty while it is held: who finds it so counts anew, because a holder died in the middle.
+        The file is empty while it is held: who finds it so counts anew, because a holder died or failed in the middle.
         """
         path = self.directory / "ledger"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -263,10 +265,8 @@ class GrammarStore:
             os.ftruncate(descriptor, 0)
             if ledger is None:
                 ledger = _scan(self.directory)
-            try:
-                yield ledger
-            finally:
-                os.pwrite(descriptor, _LEDGER.pack(_LEDGER_MAGIC, ledger.num_bytes, ledger.num_entries), 0)
+            yield ledger
+            os.pwrite(descriptor, _LEDGER.pack(_LEDGER_MAGIC, ledger.num_bytes, ledger.num_entries), 0)
         finally:
             os.close(descriptor)
 
