@@ -209,6 +209,7 @@ def test_a_blocks_bits_do_not_depend_on_its_neighbours(loaded: Loaded, rings: Te
         assert torch.equal(alone.ids[0], drafts.ids[b])
         assert torch.equal(alone.logits[0], drafts.logits[b])
         assert torch.equal(alone.confidence[0], drafts.confidence[b])
+    assert [loaded.drafter.num_padded_rows(n) for n in (0, 1, 3, 4)] == [0, 16, 16, 32]  # whole tiles: decisions 8
     many = loaded.draft(ANCHORS[::-1] * 3, rings)
     assert torch.equal(many.logits, drafts.logits.flip(0).repeat(3, 1, 1))
     assert torch.equal(many.confidence, drafts.confidence.flip(0).repeat(3, 1))

@@ -148,10 +148,11 @@ def test_anchors_are_drawn_where_a_draft_can_be_judged(config: ModelConfig) -> N
         own[row, start:stop] = True
     eligible = {20, 21, 22, *range(250, 319), *range(L + 140, L + 179)}
     generator = torch.Generator().manual_seed(0)
-    anchors = sample_anchors(batch.ids, batch.document, own, 150, config, generator)
+    anchors = sample_anchors(batch.ids, batch.document, own, B * L, config, generator)
     real = anchors.valid[:, 0]
     assert sorted(anchors.at[real, 0].tolist()) == sorted(eligible)
-    assert not anchors.valid[~real].any()
+    exactly = sample_anchors(batch.ids, batch.document, own, len(eligible), config, generator)
+    assert set(exactly.at[:, 0].tolist()) == eligible
     few = sample_anchors(batch.ids, batch.document, own, 30, config, generator)
     again = sample_anchors(batch.ids, batch.document, own, 30, config, generator)
     assert few.valid[:, 0].all()
