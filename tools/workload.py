@@ -73,7 +73,10 @@ class Answer:
 
 
 def mixed_items(count: int, vocab_size: int, max_tokens: int, seed: int, *, greedy: bool = False) -> list[Item]:
-    """Distinct prompts of plain ids, greedy and seeded in turn, or greedy alone."""
+    """Distinct prompts of plain ids, greedy and seeded in turn, or greedy alone.
+
+    Three in four go on past an end token, so that as many tokens are compared whatever the checkpoint says.
+    """
     draw = random.Random(seed)
     items = []
     for index in range(count):
@@ -82,6 +85,8 @@ def mixed_items(count: int, vocab_size: int, max_tokens: int, seed: int, *, gree
         rules: dict[str, object] = {"temperature": 0.0}
         if index % 2 and not greedy:
             rules = RULES[index // 2 % len(RULES)] | {"seed": 1000 + index}
+        if index % 4 != 3:
+            rules = rules | {"ignore_eos": True}
         items.append(Item(prompt, rules, max_tokens))
     return items
 
@@ -93,7 +98,8 @@ def growing_items(count: int, vocab_size: int, max_tokens: int, seed: int, page_
     for item in mixed_items(count, vocab_size, max_tokens, seed):
         pages = draw.choice((1, 1, 1, 2))
         length = pages * page_tokens - draw.randint(1, max_tokens // 2)
-        items.append(Item([draw.randrange(3, vocab_size) for _ in range(length)], item.rules, max_tokens))
+        rules = item.rules | {"ignore_eos": True}  # who ends early needs no further page
+        items.append(Item([draw.randrange(3, vocab_size) for _ in range(length)], rules, max_tokens))
     return items
 
 

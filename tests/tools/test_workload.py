@@ -72,6 +72,8 @@ def test_prompts_are_distinct_repeatable_and_half_greedy() -> None:
     assert all("seed" in item.rules for item in items[1::2])
     assert {len(item.prompt) for item in items} >= {127, 128, 129, 255, 256, 257}
     assert all(3 <= token_id < 6000 for item in items for token_id in item.prompt)
+    # A trained checkpoint ends most of its answers soon: those would compare little.
+    assert sum("ignore_eos" in item.rules for item in items) == 48
 
 
 def test_growing_prompts_cross_a_page_end_while_they_decode() -> None:
@@ -80,6 +82,7 @@ def test_growing_prompts_cross_a_page_end_while_they_decode() -> None:
         end = len(item.prompt) + 16
         assert len(item.prompt) % 256 != 0
         assert len(item.prompt) // 256 < (end - 1) // 256
+        assert item.rules["ignore_eos"] is True
 
 
 def test_a_counter_sums_its_own_series_and_no_other_familys(client: Client) -> None:
