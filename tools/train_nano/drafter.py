@@ -155,7 +155,8 @@ def own_outputs(ids: Tensor, loss: Tensor, hidden: Tensor, head: Tensor) -> Tens
     """
     with torch.no_grad():
         parts = torch.split(hidden.flatten(0, 1), TOKENS_AT_ONCE)
-        best = torch.cat([F.linear(part, head.to(part.dtype)).argmax(1) for part in parts]).view(ids.shape)
+        # In float32, as the server chooses: in bfloat16 the two best logits often tie.
+        best = torch.cat([F.linear(part.float(), head.float()).argmax(1) for part in parts]).view(ids.shape)
     agrees = F.pad(best[:, :-1] == ids[:, 1:], (1, 0))
     wrong = loss & ~agrees
     count = wrong.int().cumsum(1)
