@@ -89,7 +89,6 @@ def worker(recipe: Recipe, seed: int, worker: int, num_workers: int) -> Iterator
             size, index = max(fitting)
             chosen.append(buffer.pop(-index))
             room -= size
-        del buffer[_BUFFERED:]
         yield pack_row(chosen, recipe.lengths)
 
 

@@ -594,18 +594,23 @@ def candidate(rng: Random) -> Candidate:
     made = _draw_tool(rng)
     request = made.ask(rng)
     others = _others(rng, int(rng.random() * 8), made)
-    combination = f"{made.name}:{json.dumps(request.arguments)}"
+    combination = _combination(made, request)
     kind = rng.random()
     if kind < 0.14:
         others = others or _others(rng, 1, made)
         return Candidate(f"none {combination}", lambda: _refusal(rng, request, others))
     if kind < 0.26 and others:
         second = others[0].ask(rng)
-        combination += f"{others[0].name}:{json.dumps(second.arguments)}"
+        combination += _combination(others[0], second)
         return Candidate(f"two {combination}", lambda: _two_calls(rng, made, request, second, others))
     if kind < 0.38:
         return Candidate(f"result {combination}", lambda: _result(rng, made, request, others))
     return Candidate(f"one {combination}", lambda: _one_call(rng, made, request, others))
+
+
+def _combination(made: Made, request: Request) -> str:
+    """What is asked for, whatever the tool and its parameters are called."""
+    return f"{made.deed}:{json.dumps(list(request.arguments.values()))}"
 
 
 def _shuffled(rng: Random, tools: Sequence[Made]) -> list[Tool]:

@@ -117,7 +117,7 @@ _INTEGERS = (  # key, low, high
     ("page_count", 1, 700),
     ("distance_m", 1, 3000),
 )
-_NUMBER_WORDS = words("zero one two three four five six seven eight nine ten eleven twelve")
+NUMBER_WORDS = words("zero one two three four five six seven eight nine ten eleven twelve")
 _NUMBERS = (  # key, high
     ("price", 500),
     ("rating", 5),
@@ -355,7 +355,7 @@ class FieldGrammar:
 
         def draw_value() -> tuple[int, object]:
             value = low + int(rng.random() * (high - low + 1))
-            return value, _NUMBER_WORDS[value] if in_words and value <= 12 else value
+            return value, NUMBER_WORDS[value] if in_words and value <= 12 else value
 
         return Kind(schema, draw_value, shape)
 
