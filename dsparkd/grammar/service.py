@@ -129,11 +129,15 @@ class Coordinator:
         self._write_logged_ns: int | None = None
         self.events: deque[Event] = deque()  # for the tick thread's metrics
         self.is_closing = False
+        self._ending = threading.Lock()
+        self._is_closed = False
 
     def post(self, item: Job | tuple[Work, Future[Built]] | None) -> None:
         """Hand over a new job or a worker's result; None ends `run`. Any thread."""
         self._inbox.put(item)
-        os.eventfd_write(self._wake, 1)
+        with self._ending:
+            if not self._is_closed:  # a compile may end after the service did
+                os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
         """Be the grammar thread until told to end. Raises FatalError for what no request is to blame for."""
@@ -361,8 +365,11 @@ class Coordinator:
         self.events.append((event, label, value))
 
     def close(self) -> None:
-        """Free what the thread no longer uses."""
-        os.close(self._wake)
+        """Free what the thread no longer uses; again is nothing."""
+        with self._ending:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._wake)
 
 
 @dataclass(order=True)
