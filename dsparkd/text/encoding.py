@@ -102,7 +102,7 @@ class ChatEncoding:
             conversation = recipe.Conversation(
                 [_message(turn) for turn in chat.turns if not _is_empty_prefix(turn)],
                 thinking_mode=chat.thinking,
-                tools=[recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in chat.tools],
+                tools=_definitions(chat.tools),
                 reasoning_effort=(chat.effort or self._default_effort) if chat.thinking else None,
                 response_schema=chat.response_schema,
             )
@@ -110,8 +110,9 @@ class ChatEncoding:
         except recipe.ConversionError as error:
             raise RequestError(f"the messages cannot be rendered: {error}", param="messages") from error
         except OverflowError as error:  # the renderer holds integers of a schema in 64 bits
+            param = "response_format" if _fits(chat.tools) else "tools"
             raise RequestError(
-                "tools: a schema has an integer beyond 64 bits", code="number_out_of_range", param="tools"
+                f"{param}: a schema has an integer beyond 64 bits", code="number_out_of_range", param=param
             ) from error
         return Rendered(rendered.prompt, rendered.special_ranges)
 
@@ -145,6 +146,19 @@ class ChatEncoding:
 
 def _is_empty_prefix(turn: Turn) -> bool:
     return turn.is_prefix and not turn.content and not turn.reasoning
+
+
+def _definitions(tools: Sequence[Tool]) -> list[recipe.ToolDefinition]:
+    return [recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in tools]
+
+
+def _fits(tools: Sequence[Tool]) -> bool:
+    """Whether the renderer can hold the tools' schemas."""
+    try:
+        _definitions(tools)
+    except OverflowError:
+        return False
+    return True
 
 
 def _message(turn: Turn) -> recipe.Message:

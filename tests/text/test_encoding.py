@@ -248,3 +248,30 @@ def test_integers_that_the_renderer_cannot_hold_are_refused(encoding: ChatEncodi
     with pytest.raises(RequestError) as caught:
         encoding.render(Chat([Turn("user", "x")], tools=[Tool("f", None, {"maximum": number})]))
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "number_out_of_range", "tools")
+
+
+def test_a_response_schema_stands_behind_the_system_text(encoding: ChatEncoding, tokenizer: Tokenizer) -> None:
+    """Model page 6.2 and 6.3: own block after the tools, one sentence, the schema with its keys in order."""
+    schema = {"type": "object", "properties": {"b": {"enum": ["é", 1.5]}, "a": {"type": "string"}}}
+    chat = Chat([Turn("system", "Be brief."), Turn("user", "x")], thinking=False, response_schema=schema)
+    text = text_of(tokenizer, encode(encoding, chat).ids)
+    head, _, rest = text.partition("\n\n## Response Format:\n\n")
+    assert head == "<｜begin▁of▁sentence｜>Be brief."
+    sentence, _, stated = rest.partition("\n")
+    assert sentence.endswith(":")
+    assert stated == (
+        '{"type": "object", "properties": {"b": {"enum": ["é", 1.5]}, "a": {"type": "string"}}}'
+        "<｜User｜>x<｜Assistant｜></think>"
+    )
+
+
+def test_a_response_schema_that_the_renderer_cannot_hold_is_refused(encoding: ChatEncoding) -> None:
+    """The error names the field that the client has to change, with tools in the same request, too."""
+    chat = Chat([Turn("user", "x")], tools=[Tool("f", None, {})], response_schema={"maximum": 1 << 64})
+    with pytest.raises(RequestError) as caught:
+        encoding.render(chat)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (
+        400,
+        "number_out_of_range",
+        "response_format",
+    )
