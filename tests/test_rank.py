@@ -26,6 +26,7 @@ from dsparkd.config import (
     HealthConfig,
     KVConfig,
     SchedulerConfig,
+    ShutdownConfig,
     WatchdogConfig,
     resolve,
 )
@@ -52,6 +53,7 @@ from dsparkd.messages import (
     decode_from_rank,
     decode_to_detokenizer,
 )
+from dsparkd.native.exchange import stop_region
 from dsparkd.supervisor import open_exchange
 from tools.random_checkpoint import write_nano
 
@@ -451,3 +453,48 @@ def test_an_admitted_request_is_answered_before_its_first_token(serve: Callable[
     assert [type(answer).__name__ for answer in answers[-2:]] == ["Refused", "Admitted"]
     assert isinstance(answers[-1], Admitted)
     assert server.ranks[1].deltas[-1].request_id == "y"
+
+
+@pytest.mark.parametrize(
+    ("share", "spin_s", "why"),
+    [
+        (2.0, 20e-6, "spins 20 us"),
+        (1.99, 0.0, "does not spin: fewer than two CPUs"),
+        (1.0, 0.0, "does not spin: fewer than two CPUs"),
+    ],
+)
+def test_a_rank_without_two_cpus_does_not_spin(share: float, spin_s: float, why: str) -> None:
+    """X-19: looking for the peer on a core that the peer needs only delays it; /server_info says so."""
+    config = ExchangeConfig()
+    assert rank.choose_spin_s(config.spin_s, share) == spin_s
+    native, gloo = rank.exchange_paths(config, spin_s)
+    assert (native.path, native.state, native.why) == ("native_exchange", "active", f'exchange.kind = "native", {why}')
+    assert (gloo.path, gloo.state) == ("gloo_exchange", "off")
+
+
+def test_an_off_spin_is_not_taken_for_a_narrow_machine() -> None:
+    """X-19: spin_s = 0 is the operator's choice."""
+    native, _ = rank.exchange_paths(ExchangeConfig(spin_s=0.0), 0.0)
+    assert native.why.endswith("spins 0 us")
+
+
+def test_a_rank_that_waits_alone_leaves_when_the_parent_ends_all_waits(serve: Callable[..., Server]) -> None:
+    """X-24: its peer is stopped, no tick ends, and no signal handler could run; the region's stop word reaches it.
+
+    It says farewell like in any stop, and goes without its peer after the barrier's deadline.
+    """
+    shutdown = msgspec.convert({"barrier_timeout_s": 0.5}, ShutdownConfig)
+    server = serve(shutdown=shutdown)
+    server.wait_until_ready()
+    server.wait_for(lambda: all(parked(each) for each in server.ranks))
+    assert server.shared is not None
+    server.ranks[1].process.send_signal(signal.SIGSTOP)
+    server.ranks[0].parent.send_nowait(RoutedBatch(0, 1, (request("alone", 30, 5),)))
+    rank_0_waits = 0x104
+    server.wait_for(lambda: os.pread(server.shared.memory, 4, rank_0_waits) == b"\1\0\0\0")
+    stop_region(server.shared.memory)
+    code, lines, _ = server.ranks[0].end()
+    server.ranks[1].process.kill()
+    assert code == 70
+    assert [line["event"] for line in lines if line["level"] == "error"] == ["teardown_barrier_missed"]
+    assert not server.ranks[0].last(StartFailed)

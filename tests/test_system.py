@@ -147,3 +147,33 @@ def test_an_eventfd_counts_from_zero_and_never_blocks() -> None:
     os.eventfd_write(descriptor, 1)
     assert os.eventfd_read(descriptor) == 1
     os.close(descriptor)
+
+
+def test_sealed_memory_keeps_its_size_and_starts_as_zeros() -> None:
+    """X-02: a file that somebody could shrink would end who touches its mapping."""
+    descriptor = system.sealed_memory("test", 1000)
+    assert os.pread(descriptor, 2000, 0) == bytes(1000)
+    assert not os.get_inheritable(descriptor)
+    for size in (999, 1001):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+
+
+def test_the_cpu_share_is_the_least_quota_on_the_way_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X-19: a service's own cgroup lies below the root, and any one above it may be the narrow one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 3})
+    membership = tmp_path / "membership"
+    membership.write_text("1:name=systemd:/other\n0::/system.slice/dsparkd.service\n")
+    root = tmp_path / "cgroup"
+    own = root / "system.slice" / "dsparkd.service"
+    own.mkdir(parents=True)
+    assert system.cpu_share_available(root, membership) == 4
+    (own / "cpu.max").write_text("300000 100000")
+    assert system.cpu_share_available(root, membership) == 3
+    (root / "system.slice" / "cpu.max").write_text("150000 100000")
+    assert system.cpu_share_available(root, membership) == 1.5
+    (root / "cpu.max").write_text("max 100000")
+    assert system.cpu_share_available(root, membership) == 1.5
+    membership.unlink()
+    assert system.cpu_share_available(root, membership) == 4

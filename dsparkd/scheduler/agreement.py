@@ -6,6 +6,7 @@ be sent back. Expert layers are collective: either both ranks enter a step, or n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
@@ -77,6 +78,8 @@ class Agreement(NamedTuple):
     park: bool
     prefill_streak: int
 
+
+UNKNOWN_TIER = -1
 
 IDLE_VOTE = PlanVote(
     num_tokens=0,
@@ -153,6 +156,20 @@ def combine(rank0: Payload, rank1: Payload, *, prefill_streak: int, max_prefill_
 def exchanges_tier(agreement: Agreement, *, compact_verify: bool) -> bool:
     """Whether the tier channel is exchanged in this tick: a function of agreed values, so both ranks do or neither."""
     return compact_verify and agreement.kind is StepKind.DECODE and any(agreement.num_tokens)
+
+
+def agree_tier(wanted: tuple[int, int], tiers: Sequence[int]) -> int:
+    """The verify tier that both ranks run: a captured number of tokens, or 0 for no verify.
+
+    wanted: each rank's tokens to verify, UNKNOWN_TIER where it cannot say yet. tiers: captured ones, ascending, the
+    same on both ranks, the last one enough for anything. Raises PeerError for a number that no tier holds.
+    """
+    if UNKNOWN_TIER in wanted:
+        return tiers[-1]
+    most = max(wanted)
+    if min(wanted) < 0 or most > tiers[-1]:
+        raise PeerError(f"the ranks want tiers {wanted[0]} and {wanted[1]}: use {UNKNOWN_TIER}..{tiers[-1]}")
+    return 0 if most == 0 else next(tier for tier in tiers if tier >= most)
 
 
 def _require_same_tick(rank0: Payload, rank1: Payload) -> None:

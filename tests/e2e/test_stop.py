@@ -54,6 +54,11 @@ def test_a_killed_child_ends_the_server_with_an_error_for_each_client(victim: st
     play(Line(victim, 70, 60), stop.kill_child(victim, STREAMS))
 
 
+def test_a_rank_that_waits_for_a_stopped_one_does_not_hold_up_the_end() -> None:
+    """X-24: SIGTERM to the parent ends the wait by the region's stop word, far before the exchange's time-out."""
+    play(Line("stopped", 70, 60), stop.stopped_rank(4), stop.STUCK)
+
+
 def test_a_killed_parent_takes_its_children_along() -> None:
     """L-39: under load, nothing is left."""
     play(Line("parent", -signal.SIGKILL, 60), stop.kill_parent(STREAMS))

@@ -1,8 +1,11 @@
 """Who holds which end of which socketpair."""
 
+import os
 import socket
 
-from dsparkd.ipc.wiring import make_wiring
+import pytest
+
+from dsparkd.ipc.wiring import SharedRegion, make_wiring
 
 
 def test_every_end_reaches_the_end_that_it_is_named_after() -> None:
@@ -42,3 +45,28 @@ def test_closing_all_but_one_process_ends_keeps_exactly_those() -> None:
             for sock in owner.sockets():
                 assert (sock.fileno() >= 0) == (name == keep)
                 sock.close()
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("parent", 1), ("rank 0", 3), ("rank 1", 3), ("detokenizer", 0)])
+def test_the_shared_region_stays_open_where_it_is_used(keep: str, kept: int) -> None:
+    """decisions 13: ranks have the region and both events, the parent the region alone, to stop it."""
+    numbers = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    wiring = make_wiring(SharedRegion(numbers[0], session=7, kicks=(numbers[1], numbers[2])))
+    owners = {
+        "parent": wiring.parent,
+        "rank 0": wiring.ranks[0],
+        "rank 1": wiring.ranks[1],
+        "detokenizer": wiring.detokenizer,
+    }
+    own = owners[keep]
+
+    wiring.close_all_but(own)
+
+    still = [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")]
+    assert still == numbers[:kept]
+    if keep.startswith("rank"):
+        assert own.descriptors() == {*(sock.fileno() for sock in own.sockets()), *numbers}
+    for number in still:
+        os.close(number)
+    for sock in own.sockets():
+        sock.close()

@@ -17,6 +17,7 @@ from dsparkd.scheduler.agreement import (
     Payload,
     PlanExtra,
     PlanVote,
+    agree_tier,
     combine,
     exchanges_tier,
     vote,
@@ -197,3 +198,83 @@ def test_the_tier_channel_is_a_function_of_agreed_values(compact: bool) -> None:
         used = exchanges_tier(got, compact_verify=compact)
         assert used == exchanges_tier(mirrored, compact_verify=compact)
         assert used == (compact and got.kind is StepKind.DECODE)
+
+
+TIERS = (8, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tier"),
+    [
+        ((-1, -1), 64),
+        ((-1, 0), 64),
+        ((-1, 9), 64),
+        ((0, 0), 0),
+        ((0, 1), 8),
+        ((0, 8), 8),
+        ((5, 9), 32),
+        ((32, 33), 64),
+        ((64, 64), 64),
+    ],
+)
+def test_the_tier_is_the_larger_wish_rounded_up(wanted: tuple[int, int], tier: int) -> None:
+    """X-25: unknown means the largest; nobody's wish means none; both ranks round the same number the same way."""
+    assert agree_tier(wanted, TIERS) == agree_tier(wanted[::-1], TIERS) == tier
+
+
+@given(
+    st.tuples(st.integers(-1, 200), st.integers(-1, 200)),
+    st.lists(st.integers(1, 200), min_size=1, max_size=6, unique=True).map(sorted),
+)
+def test_a_tier_holds_both_wishes_and_is_captured(wanted: tuple[int, int], tiers: list[int]) -> None:
+    """X-25: whatever is captured: the least tier that holds both, the same for both, or a failure of the pair."""
+    if -1 not in wanted and max(wanted) > tiers[-1]:
+        with pytest.raises(PeerError, match="want tiers"):
+            agree_tier(wanted, tiers)
+        return
+    got = agree_tier(wanted, tiers)
+    assert got == agree_tier(wanted[::-1], tiers)
+    if -1 in wanted:
+        assert got == tiers[-1]
+    elif wanted == (0, 0):
+        assert got == 0
+    else:
+        assert got in tiers
+        assert got >= max(wanted)
+        assert all(tier < max(wanted) for tier in tiers if tier < got)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.tuples(st.sampled_from(WORKLOADS), st.sampled_from(WORKLOADS)),
+            st.tuples(st.integers(0, 3), st.integers(0, 3)),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 5),
+)
+def test_any_history_of_votes_keeps_two_ranks_in_step(
+    history: list[tuple[tuple[tuple[int, int], tuple[int, int]], tuple[int, int]]], longest: int
+) -> None:
+    """X-10, X-13, X-14, X-27, X-28: each rank combines for itself, from its own streak; they never differ.
+
+    No stream waits through more than `longest` prefills, stop needs one of them, park both and no work.
+    """
+    streaks = [0, 0]
+    waited = 0
+    for tick, (works, intents) in enumerate(history, 1):
+        both = [payload(*work, tick=tick, intent=Intent(intent)) for work, intent in zip(works, intents, strict=True)]
+        made = [combine(*both, prefill_streak=streak, max_prefill_streak=longest) for streak in streaks]
+        assert made[0] == made[1]
+        got = made[0]
+        streaks = [each.prefill_streak for each in made]
+        decodes = any(rows for _, rows in works)
+        waited = waited + 1 if decodes and got.kind is StepKind.MIXED else 0
+        assert waited <= longest
+        assert got.stop == any(Intent.STOP in Intent(intent) for intent in intents)
+        if got.park:
+            assert got.kind is StepKind.IDLE
+            assert all(Intent.MAY_PARK in Intent(intent) for intent in intents)
+        assert exchanges_tier(got, compact_verify=True) == (got.kind is StepKind.DECODE)

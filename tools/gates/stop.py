@@ -26,6 +26,7 @@ from tools.traces import CHECKED, Traces
 
 ENDLESS_TOKENS = 16_000
 CHILDREN = ("rank 0", "rank 1", "detokenizer")
+STUCK: Tables = {"shutdown": {"drain_timeout_s": 0.5, "barrier_timeout_s": 0.5, "exit_timeout_s": 3.0}}
 
 
 @dataclass
@@ -211,6 +212,20 @@ def kill_any(victim: str) -> Scenario:
     return play
 
 
+def stopped_rank(count: int) -> Scenario:
+    """SIGTERM while rank 1 is stopped and rank 0 waits for it: the exchange's 30 s must not decide the end."""
+
+    def play(server: Server, line: Line) -> None:
+        server.wait_ready()
+        os.kill(server.children()["rank 1"], signal.SIGSTOP)
+        with Streams(server.base_url, count, 32) as streams:
+            time.sleep(0.5)  # until rank 0 has work, and waits
+            end_by(server, line, signal.SIGTERM)
+            describe(line, streams.outcomes())
+
+    return play
+
+
 def scenarios(count: int) -> list[tuple[Line, Scenario, Tables]]:
     """List every line but the rounds; count: streams."""
     # A row for each stream on one rank, however they are routed: no stream waits for another one's end.
@@ -233,6 +248,7 @@ def scenarios(count: int) -> list[tuple[Line, Scenario, Tables]]:
             for name, event, stage in starting
         ),
         *((Line(f"SIGKILL {name}, {count} streams", 70, 10), kill_child(name, count), roomy) for name in CHILDREN),
+        (Line("SIGTERM, rank 1 stopped", 70, 20), stopped_rank(4), STUCK),
         (Line(f"SIGKILL parent, {count} streams", -signal.SIGKILL, 1), kill_parent(count), roomy),
     ]
     return lines
