@@ -314,12 +314,16 @@ options = {"session": 1, "digest": 1, "timeout_s": 10.0, "spin_s": 0.0}
 own = exchange.Attachment.open(fd, 0, **options)
 child = os.fork()
 if child == 0:
-    before = os.pread(fd, 1536, 0)
+    def region():  # but for the flag that the waiting parent raises and lowers
+        return os.pread(fd, 0x104, 0) + os.pread(fd, 1536, 0x108)
+    while os.pread(fd, 4, 0x104) == bytes(4):
+        pass
+    before = region()
     for call in (lambda: own.exchange(0, range(7), range(6), 0), own.park, own.close):
         try:
             call()
         except ExchangeError as error:
-            print(error.code, error, os.pread(fd, 1536, 0) == before, flush=True)
+            print(error.code, error, region() == before, flush=True)
     peer = exchange.Attachment.open(fd, 1, **options)
     peer.exchange(0, range(7), range(6), 0)
     os._exit(0)
@@ -362,10 +366,13 @@ def test_the_first_cause_reaches_a_sleeping_peer_and_stays(lab, region, both, co
     sleeper = lab.Background(lambda: both[1].exchange(0, *lab.WORDS, 0))
     wait_until(lambda: region.read(lab.waiting(1)))
     fault(lab, region)
+    bells = [region.read(lab.rank(rank)) for rank in (0, 1)]
 
     error = failed(caught(both[0].exchange, 0, *lab.WORDS, 0), code, text)
 
     assert (error.channel, error.sequence) == (0, 1)
+    # Counted, not timed: a sleeper that nobody rings for would also hear of it at its next liveness check.
+    assert all(region.read(lab.rank(rank)) > bells[rank] for rank in (0, 1))
     cause = f"dsx: rank 0 reported {code} at sequence 1"
     told = sleeper.result()
     if code == "SEQ_LOCAL":
