@@ -88,6 +88,19 @@ def test_recall_keeps_within_its_bound_and_uses_it(encoder: Encoder) -> None:
     assert 800 < lengths[75] < 1100  # the middle of 512 and 2,048 is 1,024; texts are a little shorter than asked
 
 
+def test_an_effort_prefix_takes_its_tokens_from_the_filler(encoder: Encoder) -> None:
+    """Ninety tokens more would break a tight bound."""
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for index in range(900):
+        example = draw("recall", "validation", index, 512)
+        if example.chat.effort is not None and (example.chat.effort != "low" or index % 4 == 0):
+            lengths[example.chat.effort == "low"].append(len(encoder.encode(example).ids))
+    low, high = lengths[True], lengths[False]
+    assert min(len(low), len(high)) > 50
+    assert max(low + high) <= 512
+    assert abs(sum(high) / len(high) - sum(low) / len(low)) < 45
+
+
 def test_the_longest_recall_has_twelve_thousand_tokens(encoder: Encoder) -> None:
     """Longer than this the model was not trained for recall; the gate asks up to there."""
     lengths = [len(encoder.encode(draw("recall", "train", index)).ids) for index in range(60)]

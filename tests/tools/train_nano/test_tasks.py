@@ -128,6 +128,20 @@ def test_what_is_tested_was_never_trained(task: Task, shared: int) -> None:
     assert len(test & train) <= shared
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_earlier_questions_of_recall_are_of_the_same_split(split: Split) -> None:
+    """Values are drawn from so many that a mere comparison of what was asked would never find one in two splits."""
+    asked = 0
+    for example in draws("recall", split, 200):
+        for turn in example.chat.turns:
+            if turn.role == "assistant":
+                found = re.fullmatch(r"The (\w+) of (\S+) is (.+)\.", turn.content)
+                assert found is not None
+                assert split_of("recall", " ".join(found.groups())) == split
+                asked += 1
+    assert asked > 10
+
+
 def test_every_step_of_a_sum_is_true_and_leads_to_the_answer() -> None:
     """A wrong step would be learnt; a number beyond the bound would not."""
     lengths = Counter()
@@ -361,6 +375,8 @@ def test_wrong_and_unreadable_answers_are_told_apart() -> None:
     assert replaced(total, f"Answer: {total.expected}0") != total.expected
     assert replaced(total, f"Answer: {total.expected}\n") is None
     assert replaced(total, total.expected) is None
+    assert replaced(total, f"The Answer: {total.expected}") is None
+    assert replaced(total, f"Answer: {total.expected} or more") is None
     (record,) = draws("extraction", "test", 1)
     assert replaced(record, json.dumps(json.loads(record.expected), indent=1)) == record.expected
     assert replaced(record, record.expected[:-1]) is None
