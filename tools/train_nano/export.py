@@ -116,7 +116,9 @@ def export(state: State, values: Values, directory: Path) -> None:
         raise ValueError(f"the config has no place for {len(left)} tensors, {min(left)} first")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    save_file({name: tensors[name] for name in specs}, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "model.safetensors"
+    save_file({name: tensors[name] for name in specs}, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library makes it the owner's alone, and a server often runs as somebody else
 
 
 def read_state(directory: Path) -> dict[str, Tensor]:

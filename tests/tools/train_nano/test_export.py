@@ -111,6 +111,11 @@ def test_reading_back_gives_a_state_to_go_on_from(exported: tuple[Path, State, S
         assert same_bits(tensor, rounded[name]), name
 
 
+def test_the_files_can_be_read_by_another_user(exported: tuple[Path, State, State]) -> None:
+    """A service's or a container's user is not the one who exported or built."""
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in exported[0].iterdir())
+
+
 def test_exporting_what_was_read_keeps_every_value(exported: tuple[Path, State, State], tmp_path: Path) -> None:
     """Another session goes on from shipped weights without losing a bit. (A scale may become smaller.)"""
     directory, _, rounded = exported
