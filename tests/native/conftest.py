@@ -222,6 +222,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Library:
     ffi = FFI()
     ffi.cdef(build.declarations())
     ffi.cdef("extern int fault_clock, fault_futex_wait, fault_pidfd; extern long fault_num_syscalls;")
+    ffi.cdef("extern void (*fault_before_pidfd)(void);")
     return Library(ffi, ffi.dlopen(str(target)))
 
 
@@ -231,3 +232,4 @@ def faults(faulty: Library) -> Iterator[Library]:
     yield faulty
     for name in ("fault_clock", "fault_futex_wait", "fault_pidfd"):
         setattr(faulty.lib, name, 0)
+    faulty.lib.fault_before_pidfd = faulty.ffi.NULL

@@ -3,12 +3,14 @@
 #include <errno.h>
 #include <linux/futex.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 int fault_clock, fault_futex_wait, fault_pidfd; /* an errno, or 0 to let the call through */
 long fault_num_syscalls;
+void (*fault_before_pidfd)(void); /* runs just before a pidfd is asked for; may be null */
 
 long fault_syscall(long number, ...)
 {
@@ -23,8 +25,11 @@ long fault_syscall(long number, ...)
     fault_num_syscalls++;
     if (number == SYS_futex && ((int)words[1] & FUTEX_CMD_MASK) == FUTEX_WAIT_BITSET)
         fault = fault_futex_wait;
-    if (number == SYS_pidfd_open)
+    if (number == SYS_pidfd_open) {
+        if (fault_before_pidfd != NULL)
+            fault_before_pidfd();
         fault = fault_pidfd;
+    }
     if (fault != 0) {
         errno = fault;
         return -1;

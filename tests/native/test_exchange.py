@@ -466,7 +466,9 @@ def test_a_stop_ends_sleepers_and_later_calls(lab, region, both) -> None:
     """X-24, X-31: on both ranks, for good; it is not a failure of the pair."""
     waiting = [lab.Background(lambda: both[0].exchange(0, *lab.WORDS, 0))]
     wait_until(lambda: region.read(lab.waiting(0)))
+    bells = [region.read(lab.rank(rank)) for rank in (0, 1)]
     exchange.stop_region(region.fd)
+    assert [region.read(lab.rank(rank)) for rank in (0, 1)] == [bell + 1 for bell in bells]
     results = [waiting[0].result(), caught(both[1].exchange, 0, *lab.WORDS, 0)]
     for result in results:
         assert isinstance(result, ExchangeStopped)
@@ -507,7 +509,9 @@ def test_a_peer_that_leaves_ends_the_wait(lab, region, both) -> None:
     """X-22, X-33, X-31: in order, and at once, not at the time-out."""
     waiting = lab.Background(lambda: both[0].exchange(0, *lab.WORDS, 0))
     wait_until(lambda: region.read(lab.waiting(0)))
+    bell = region.read(lab.rank(0))
     both[1].close()
+    assert region.read(lab.rank(0)) > bell, "counted, not timed"
     failed(waiting.result(), "PEER_LEFT", f"dsx: rank 1 (pid {os.getpid()}) left before sequence 1")
     assert region.read(lab.rank(1) + STATE) == 3
     assert region.read(lab.rank(0) + STATE) == 4
@@ -610,6 +614,23 @@ def test_a_pidfd_refused_later_is_named(lab, region, faults) -> None:
         "LIVENESS",
         "dsx: no pidfd (Too many open files)",
     )
+    for each in (own, peer):
+        each.close()
+
+
+def test_a_peer_that_publishes_and_dies_between_two_looks_has_published(lab, region, faults) -> None:
+    """X-21: its slot is looked at once more after its death was seen."""
+    own, peer = region.attach(0, library=faults, spin_s=0.0), region.attach(1)
+
+    @faults.ffi.callback("void()")
+    def publish_and_die() -> None:
+        region.write(lab.side(1, 0, 1) + 12, 0x64737830)  # the channel's tag
+        region.write(lab.side(1, 0, 1) + 16 + 2 * 8, lab.WORDS[1][2], "q")  # the same tick
+        region.write(lab.slot(1, 0, 1), 1, "Q")
+
+    faults.lib.fault_before_pidfd = publish_and_die
+    faults.lib.fault_pidfd = errno.ESRCH
+    assert own.exchange(0, *lab.WORDS, 0)[:7] == lab.WORDS[0]
     for each in (own, peer):
         each.close()
 
