@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import struct
 import subprocess
 import sys
@@ -104,6 +105,7 @@ class Remote:
 
     def answer(self) -> object:
         assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 40)[0], "no answer"
         line = self.process.stdout.readline()
         assert line, "the process has ended"
         return json.loads(line)
@@ -222,7 +224,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Library:
     ffi = FFI()
     ffi.cdef(build.declarations())
     ffi.cdef("extern int fault_clock, fault_futex_wait, fault_pidfd; extern long fault_num_syscalls;")
-    ffi.cdef("extern void (*fault_before_pidfd)(void);")
+    ffi.cdef("extern void (*fault_before_pidfd)(void), (*fault_before_clock)(void);")
     return Library(ffi, ffi.dlopen(str(target)))
 
 
@@ -232,4 +234,4 @@ def faults(faulty: Library) -> Iterator[Library]:
     yield faulty
     for name in ("fault_clock", "fault_futex_wait", "fault_pidfd"):
         setattr(faulty.lib, name, 0)
-    faulty.lib.fault_before_pidfd = faulty.ffi.NULL
+    faulty.lib.fault_before_pidfd = faulty.lib.fault_before_clock = faulty.ffi.NULL

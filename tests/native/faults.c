@@ -10,7 +10,7 @@
 
 int fault_clock, fault_futex_wait, fault_pidfd; /* an errno, or 0 to let the call through */
 long fault_num_syscalls;
-void (*fault_before_pidfd)(void); /* runs just before a pidfd is asked for; may be null */
+void (*fault_before_pidfd)(void), (*fault_before_clock)(void); /* run just before; may be null */
 
 long fault_syscall(long number, ...)
 {
@@ -39,6 +39,8 @@ long fault_syscall(long number, ...)
 
 int fault_clock_gettime(clockid_t clock, struct timespec *now)
 {
+    if (fault_before_clock != NULL)
+        fault_before_clock();
     if (fault_clock != 0) {
         errno = fault_clock;
         return -1;

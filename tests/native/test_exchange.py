@@ -635,6 +635,23 @@ def test_a_peer_that_publishes_and_dies_between_two_looks_has_published(lab, reg
         each.close()
 
 
+def test_a_second_failure_does_not_hide_the_first(lab, region, faults) -> None:
+    """X-23: two ranks fail at about the same time; what stays is the cause that came first."""
+    own = region.attach(0, library=faults)
+
+    @faults.ffi.callback("void()")
+    def peer_fails() -> None:
+        region.write(lab.ERROR, Code.TICK)
+        region.write(lab.ERROR_RANK, 1)
+        region.write(lab.ERROR_SEQ, 9, "Q")
+
+    faults.lib.fault_before_clock = peer_fails
+    faults.lib.fault_clock = errno.EINVAL
+    failed(caught(own.exchange, 0, *lab.WORDS, 0), "CLOCK", "dsx: clock failed")
+    failed(caught(own.exchange, 0, *lab.WORDS, 0), "PEER_ERROR", "dsx: rank 1 reported TICK at sequence 9")
+    own.close()
+
+
 def test_exhausted_descriptors_are_a_start_failure_that_says_what_to_change(region) -> None:
     """Bad input: RLIMIT_NOFILE reached when a rank attaches."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
