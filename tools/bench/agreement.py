@@ -1,0 +1,191 @@
+"""Measures the whole server with each kind of exchange in turns: idle cores, waking, phases of a tick, tail latency.
+
+    python -m tools.bench agreement [--turns 2] [--idle-s 10] [--wakes 300] [--json]
+
+Each turn starts a server with one kind on the same checkpoint and prompts. idle: the share of a core that a parked rank
+uses. wake: from the message that wakes a parked pair to its first step, as the rank measures it. phases: microseconds a
+tick under 32 streams, and what clients saw of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from dsparkd.text.tokenizer import Tokenizer
+from tools.bench.serve import PROFILES, Served, make_prompts, serve_round
+from tools.harness import Server, ensure_checkpoint
+
+KINDS = ("native", "gloo")
+MAX_IDLE_SHARE = 0.005
+MAX_WAKE_S = 0.001
+PHASES = ("receive", "plan", "agree", "launch", "commit", "publish")
+
+Series = Mapping[tuple[str, str], float]  # (name, labels) of /metrics
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One server's life. wake_p99_s: the upper edge of the histogram's bucket that holds it."""
+
+    kind: str
+    idle_share: dict[str, float]
+    wakes: int
+    wake_share_within_1ms: float
+    wake_p99_s: float
+    phase_us: dict[str, float]
+    exchange_us: float
+    served: dict[str, float]
+
+
+def scrape(server: Server) -> Series:
+    """All series of /metrics."""
+    found = re.findall(r"^(\w+)(?:\{(.*)\})? (\S+)$", server.get("/metrics"), re.MULTILINE)
+    return {(name, labels): float(value) for name, labels, value in found}
+
+
+def total(series: Series, name: str, label: str = "") -> float:
+    """Sum of a family over ranks, of those with a label's text."""
+    return sum(value for (found, labels), value in series.items() if found == name and label in labels)
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def idle_shares(server: Server, seconds: float) -> dict[str, float]:
+    """Share of a core that each rank uses while nobody asks for anything."""
+    time.sleep(1.0)  # what the readiness probes began has ended
+    ranks = {name: pid for name, pid in server.children().items() if name.startswith("rank")}
+    before = {name: cpu_seconds(pid) for name, pid in ranks.items()}
+    time.sleep(seconds)
+    return {name: (cpu_seconds(pid) - before[name]) / seconds for name, pid in ranks.items()}
+
+
+def wake(server: Server, model: str, count: int) -> None:
+    """Ask for one token again and again, each time after the ranks have parked."""
+    for number in range(count):
+        body = {"model": model, "prompt": f"{number}", "max_tokens": 1, "routed_dp_rank": number % 2}
+        request = urllib.request.Request(
+            f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+        time.sleep(0.02)
+
+
+def run_turn(kind: str, turn: int, idle_s: float, wakes: int) -> Turn:
+    """One server with one kind. Raises ServerFailed."""
+    checkpoint = ensure_checkpoint().resolve()
+    profile = PROFILES["short"]
+    vocab_size = Tokenizer.load(checkpoint).vocab_size
+    engine = {"checkpoint": str(checkpoint), "max_context_tokens": 2048}
+    with Server({"engine": engine, "exchange": {"kind": kind}}) as server:
+        server.wait_ready()
+        model = str(json.loads(server.get("/v1/models"))["data"][0]["id"])
+        idle = idle_shares(server, idle_s)
+        wake(server, model, wakes)
+        time.sleep(1.5)  # until the counters of the last second have come
+        woken = scrape(server)
+        served = serve_round(server.port, model, make_prompts(profile, vocab_size, seed=turn), profile)
+        time.sleep(1.5)
+        after = scrape(server)
+        server.stop()
+    return Turn(kind, idle, *wake_figures(woken), *tick_figures(woken, after), seconds_of(served))
+
+
+def wake_figures(series: Series) -> tuple[int, float, float]:
+    """Number of wakes, the share of them within a millisecond, and the edge below which 99 of 100 are."""
+    name = "dsparkd_unpark_seconds"
+    count = total(series, f"{name}_count")
+    labels = {re.sub(r'.*le="([^"]*)".*', r"\1", labels) for found, labels in series if found == f"{name}_bucket"}
+    edges = sorted(float(edge) for edge in labels)
+    counts = {
+        edge: sum(v for (n, lab), v in series.items() if n == f"{name}_bucket" and _edge(lab) == edge) for edge in edges
+    }
+    within = counts.get(MAX_WAKE_S, 0.0) / count if count else 0.0
+    return int(count), within, next((edge for edge in edges if counts[edge] >= 0.99 * count), float("inf"))
+
+
+def _edge(labels: str) -> float:
+    return float(re.sub(r'.*le="([^"]*)".*', r"\1", labels))
+
+
+def tick_figures(before: Series, after: Series) -> tuple[dict[str, float], float]:
+    """Microseconds a tick in each phase, and in the exchange itself."""
+
+    def grown(name: str, label: str) -> float:
+        return total(after, name, label) - total(before, name, label)
+
+    ticks = grown("dsparkd_scheduler_phase_calls_total", 'phase="tick"')
+    seconds = "dsparkd_scheduler_phase_seconds_total"
+    phases = {phase: 1e6 * grown(seconds, f'phase="{phase}"') / ticks for phase in PHASES}
+    # What a late peer costs is not the exchange's: with native it is left out.
+    exact = grown("dsparkd_exchange_seconds_total", 'phase="after_last"')
+    spent = exact or grown("dsparkd_exchange_seconds_total", 'phase="total"')
+    return phases, 1e6 * spent / grown("dsparkd_exchange_calls_total", "")
+
+
+def seconds_of(served: Served) -> dict[str, float]:
+    """What the clients saw, by name."""
+    return {name: float(value) for name, value in asdict(served).items()}
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print; 0 when idle ranks with the native kind use no core and wake in time."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench agreement", description="the server with each exchange"
+    )
+    parser.add_argument("--turns", type=int, default=2, help="turns of each kind")
+    parser.add_argument("--idle-s", type=float, default=10.0)
+    parser.add_argument("--wakes", type=int, default=300)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args(argv)
+    begun, load = time.perf_counter(), os.getloadavg()[0]
+    turns = [
+        run_turn(kind, turn, arguments.idle_s, arguments.wakes)
+        for turn in range(arguments.turns)
+        for kind in (KINDS if turn % 2 == 0 else KINDS[::-1])
+    ]
+    native = [turn for turn in turns if turn.kind == "native"]
+    ok = all(max(turn.idle_share.values()) < MAX_IDLE_SHARE and turn.wake_p99_s <= MAX_WAKE_S for turn in native)
+    result = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "load_before": load,
+        "elapsed_s": round(time.perf_counter() - begun, 1),
+        "ok": ok,
+        "turns": [asdict(turn) for turn in turns],
+    }
+    print(json.dumps(result) if arguments.json else render(result, turns))
+    return 0 if ok else 1
+
+
+def render(result: dict[str, object], turns: list[Turn]) -> str:
+    """The table: some lines a turn."""
+    lines = [f"{result['machine']}, load before {result['load_before']:.2f}, {result['elapsed_s']} s"]
+    for turn in turns:
+        idle = ", ".join(f"{name} {100 * share:.2f} %" for name, share in turn.idle_share.items())
+        phases = ", ".join(f"{name} {value:.0f}" for name, value in turn.phase_us.items())
+        lines.append(f"{turn.kind}: idle {idle} of a core")
+        lines.append(
+            f"  {turn.wakes} wakes, {100 * turn.wake_share_within_1ms:.1f} % within 1 ms, "
+            f"p99 <= {1e3 * turn.wake_p99_s:g} ms"
+        )
+        lines.append(f"  us a tick: {phases}; exchange {turn.exchange_us:.1f}")
+        served = turn.served
+        lines.append(
+            f"  {served['output_tokens_per_s']:.0f} tokens/s, ttft p99 {1e3 * served['ttft_p99_s']:.0f} ms, "
+            f"between tokens p50 {1e3 * served['inter_token_p50_s']:.1f} ms, "
+            f"p99 {1e3 * served['inter_token_p99_s']:.1f} ms"
+        )
+    return "\n".join(lines)
