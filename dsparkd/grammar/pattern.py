@@ -7,6 +7,7 @@ made explicit, and every character in the one spelling that JSON text has for it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, assert_never
@@ -18,6 +19,7 @@ MAX_PATTERN_BYTES = 4096
 MAX_OPEN_GROUPS = 32
 # Positions that a pattern has once its counts are written out. XGrammar pays for each with a walk over the vocabulary.
 MAX_POSITIONS = 2000
+MAX_MATCH_STEPS = 50_000
 _LONGEST = 1 << 31  # stands for "no limit" in lengths
 
 
@@ -91,6 +93,7 @@ def complement(ranges: Ranges) -> Ranges:
     return tuple(result)
 
 
+@functools.lru_cache(maxsize=512)  # the same few classes meet the same few limits again and again
 def intersection(first: Ranges, second: Ranges) -> Ranges:
     """Code points of both."""
     found = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
@@ -137,21 +140,22 @@ def literal(text: str) -> Node:
     return Sequence_(tuple(Class(((ord(character), ord(character)),)) for character in text))
 
 
-def parse(pattern: str) -> Node:
-    """Read a pattern. Raises PatternError."""
-    if len(pattern.encode(errors="replace")) > MAX_PATTERN_BYTES:
+def parse(pattern: str, *, is_own: bool = False) -> Node:
+    """Read a pattern; one of our own writing is not held to the limits. Raises PatternError."""
+    if not is_own and len(pattern.encode(errors="replace")) > MAX_PATTERN_BYTES:
         raise PatternError(f"it is longer than {MAX_PATTERN_BYTES} bytes")
-    node = _Parser(pattern).parse()
-    if positions(node) > MAX_POSITIONS:
+    node = _Parser(pattern, MAX_POSITIONS if is_own else MAX_OPEN_GROUPS).parse()
+    if not is_own and positions(node) > MAX_POSITIONS:
         raise PatternError(f"its repetitions written out have more than {MAX_POSITIONS} characters")
     return node
 
 
 class _Parser:
-    """Recursive descent over one pattern; nesting is bounded by MAX_OPEN_GROUPS."""
+    """Recursive descent over one pattern; nesting is bounded by max_open."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, max_open: int) -> None:
         self._text = text
+        self._max_open = max_open
         self._at = 0
         self._open = 0
 
@@ -241,8 +245,8 @@ class _Parser:
 
     def _group(self) -> Node:
         self._open += 1
-        if self._open > MAX_OPEN_GROUPS:
-            self._refuse(f"more than {MAX_OPEN_GROUPS} open groups")
+        if self._open > self._max_open:
+            self._refuse(f"more than {self._max_open} open groups")
         if self._take("?") and not self._take(":"):
             named = self._take("<") and self._peek() not in ("=", "!")
             end = self._text.find(">", self._at)
@@ -436,41 +440,52 @@ def _lengths(node: Node) -> tuple[int, int]:
 
 
 def matches(node: Node, text: str) -> bool:
-    """Whether an anchor-free pattern matches the whole text. Time is bounded by pattern size times text squared."""
-    return len(text) in _ends(node, text, {0})
+    """Whether an anchor-free pattern matches the whole text. Raises PatternError when that is too much work."""
+    return len(text) in _Matching(text).ends(node, {0})
 
 
-def _ends(node: Node, text: str, starts: set[int]) -> set[int]:
-    match node:
-        case Class(ranges):
-            return {at + 1 for at in starts if at < len(text) and _holds(ranges, ord(text[at]))}
-        case Sequence_(parts):
-            for part in parts:
-                starts = _ends(part, text, starts)
-            return starts
-        case Choice(branches):
-            return set[int]().union(*(_ends(branch, text, starts) for branch in branches))
-        case Repeat(part, least, most):
-            return _repeated_ends(part, least, most, text, starts)
-        case Anchor():
-            return starts
-        case _:
-            assert_never(node)
+class _Matching:
+    """Finds where matches end, all at once: no backtracking, and no more than MAX_MATCH_STEPS positions looked at."""
 
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._steps = 0
 
-def _repeated_ends(part: Node, least: int, most: int | None, text: str, starts: set[int]) -> set[int]:
-    for _ in range(least):
-        following = _ends(part, text, starts)
-        if following == starts:
-            break
-        starts = following
-    found = set(starts)
-    count = least
-    while starts and (most is None or count < most):
-        starts = _ends(part, text, starts) - found
-        found |= starts
-        count += 1
-    return found
+    def ends(self, node: Node, starts: set[int]) -> set[int]:
+        """Where matches that begin at any of the starts can end."""
+        self._steps += 1 + len(starts)
+        if self._steps > MAX_MATCH_STEPS:
+            raise PatternError("too much work for a text of this length")
+        text = self._text
+        match node:
+            case Class(ranges):
+                return {at + 1 for at in starts if at < len(text) and _holds(ranges, ord(text[at]))}
+            case Sequence_(parts):
+                for part in parts:
+                    starts = self.ends(part, starts)
+                return starts
+            case Choice(branches):
+                return set[int]().union(*(self.ends(branch, starts) for branch in branches))
+            case Repeat(part, least, most):
+                return self._repeated(part, least, most, starts)
+            case Anchor():
+                return starts
+            case _:
+                assert_never(node)
+
+    def _repeated(self, part: Node, least: int, most: int | None, starts: set[int]) -> set[int]:
+        for _ in range(least):
+            following = self.ends(part, starts)
+            if following == starts:
+                break
+            starts = following
+        found = set(starts)
+        count = least
+        while starts and (most is None or count < most):
+            starts = self.ends(part, starts) - found
+            found |= starts
+            count += 1
+        return found
 
 
 def _holds(ranges: Ranges, code: int) -> bool:
@@ -528,14 +543,118 @@ def not_empty(node: Node) -> Node | None:
     return None
 
 
+def within(node: Node, least: int, most: int | None) -> tuple[Node, bool] | None:
+    """The pattern cut to texts of some lengths, and whether it has all of them; None when no cut is found.
+
+    Repetitions are given bounds that keep the whole within the lengths.
+    """
+    shortest, longest = lengths(node)
+    if shortest >= least and (most is None or (longest is not None and longest <= most)):
+        return node, True
+    repeated = only_repeat(node)
+    if repeated is not None:
+        ends = [bound for bound in (repeated.most, most) if bound is not None]
+        return Repeat(repeated.part, max(repeated.least, least), min(ends, default=None)), True
+    if (least, most) == (1, None) and (trimmed := not_empty(node)) is not None:
+        return trimmed, True
+    if least > shortest:
+        raised = _raised(node, least - shortest)
+        if raised is None:
+            return None
+        node = raised
+    if most is not None:
+        capped = _capped(node, most)
+        if capped is None:
+            return None
+        node = capped
+    return node, False
+
+
+def _raised(node: Node, missing: int) -> Node | None:
+    """The pattern with one repetition of a class made longer."""
+    parts: list[Node] = list(node.parts) if isinstance(node, Sequence_) else [node]
+    for index, part in enumerate(parts):
+        if isinstance(part, Repeat) and isinstance(part.part, Class):
+            least = part.least + missing
+            if part.most is None or part.most >= least:
+                parts[index] = Repeat(part.part, least, part.most)
+                return Sequence_(tuple(parts))
+        below = _raised(part, missing) if isinstance(part, Sequence_) else None
+        if below is not None:
+            parts[index] = below
+            return Sequence_(tuple(parts))
+    return None
+
+
+def _capped(node: Node, most: int) -> Node | None:
+    """The pattern with repetitions of at most as many times as the length allows."""
+    low, high = -1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        longest = lengths(_with_cap(node, middle))[1]
+        low, high = (middle, high) if longest is not None and longest <= most else (low, middle - 1)
+    return _with_cap(node, low) if low >= 0 else None
+
+
+def _with_cap(node: Node, cap: int) -> Node:
+    match node:
+        case Repeat(part, least, most):
+            return Repeat(_with_cap(part, cap), least, max(least, cap if most is None else min(most, cap)))
+        case Sequence_(parts):
+            return Sequence_(tuple(_with_cap(part, cap) for part in parts))
+        case Choice(branches):
+            return Choice(tuple(_with_cap(branch, cap) for branch in branches))
+        case _:
+            return node
+
+
+def without_long_escapes(node: Node, longest: int) -> tuple[Node, bool]:
+    """The pattern with only plain characters in classes that repeat more than `longest` times, and whether all is left.
+
+    XGrammar is fast in counting characters, and slow in counting what may be a character or an escape.
+    """
+    match node:
+        case Repeat(Class(ranges), least, most) if max(least, most or 0) > longest:
+            plain = intersection(ranges, JSON_PLAIN)
+            return (Repeat(Class(plain), least, most), plain == ranges) if plain else (node, True)
+        case Repeat(part, least, most):
+            found, is_all = without_long_escapes(part, longest)
+            return Repeat(found, least, most), is_all
+        case Sequence_(parts):
+            pairs = [without_long_escapes(part, longest) for part in parts]
+            return Sequence_(tuple(part for part, _ in pairs)), all(is_all for _, is_all in pairs)
+        case Choice(branches):
+            pairs = [without_long_escapes(branch, longest) for branch in branches]
+            return Choice(tuple(branch for branch, _ in pairs)), all(is_all for _, is_all in pairs)
+        case _:
+            return node, True
+
+
+def longest_count(node: Node) -> int:
+    """The largest count of a repetition."""
+    match node:
+        case Repeat(part, least, most):
+            return max(least, most or 0, longest_count(part))
+        case Sequence_(parts):
+            return max(map(longest_count, parts), default=0)
+        case Choice(branches):
+            return max(map(longest_count, branches))
+        case _:
+            return 0
+
+
 def excluding(names: Sequence[str], max_nodes: int) -> tuple[Node, bool]:
     """A pattern of texts that are none of the names, and whether it has all of them.
 
     It follows the names' characters as far as max_nodes allow; below, every text that begins like a name is left out.
     """
-    depth = max((len(name) for name in names), default=0)
-    while depth > 1 and len({name[:cut] for name in names for cut in range(min(depth, len(name)) + 1)}) > max_nodes:
-        depth -= 1
+    longest = max((len(name) for name in names), default=0)
+    depth, nodes = min(1, longest), 1
+    while depth < longest:
+        nodes += len({name[:depth] for name in names if len(name) >= depth})
+        if nodes > max_nodes:
+            break
+        depth += 1
     return _outside(set(names), depth), all(len(name) <= depth for name in names)
 
 
@@ -550,6 +669,36 @@ def _outside(rests: set[str], depth: int) -> Node:
             if depth > 1 or below == {""}:
                 branches.append(Sequence_((literal(head), _outside(below, depth - 1))))
     return Choice(tuple(branches))
+
+
+def ebnf_rules(node: Node, name: str) -> str:
+    """An anchor-free pattern as EBNF rules; `name` is the first, the others begin with it."""
+    rules: list[str] = []
+
+    def write(part: Node) -> str:
+        match part:
+            case Class(ranges):
+                return f"[{''.join(_ebnf_range(low, high) for low, high in ranges)}]"
+            case Sequence_(parts):
+                return " ".join(map(write, parts)) or '""'
+            case Choice(branches):
+                return f"({' | '.join(map(write, branches))})"
+            case Repeat(repeated, least, most):
+                rule = f"{name}_{len(rules)}"
+                rules.append("")  # keeps the number
+                rules[int(rule.rpartition("_")[2])] = f"{rule} ::= {write(repeated)}"
+                return f"{rule}{{{least},{'' if most is None else most}}}"
+            case Anchor():
+                raise AssertionError("anchors are gone before a pattern is written")
+            case _:
+                assert_never(part)
+
+    first = f"{name} ::= {write(node)}"
+    return "\n".join([first, *rules])
+
+
+def _ebnf_range(low: int, high: int) -> str:
+    return f"\\U{low:08x}" + (f"-\\U{high:08x}" if high > low else "")
 
 
 # Characters that JSON text can only spell with a backslash, each by the shortest spelling.
@@ -644,4 +793,4 @@ def _write_code(code: int) -> str:
         return chr(code)
     if code > 0xFFFF:
         return f"\\u{{{code:x}}}"
-    return f"\\u{code:04x}" if code > 0xFF else f"\\x{code:02x}"
+    return f"\\u{code:04x}"  # XGrammar's EBNF reads more digits than two after \\x

@@ -1,12 +1,12 @@
 """What an instance may be, once a schema's conjunctions are merged: the form that is checked, compared and written.
 
-Shapes mean what the standard means; `Objects.generated` alone may be less.
+Shapes mean what the standard means; `Objects.generated` and `Strings.written` may be less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -55,11 +55,15 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """Strings that match the anchor-free pattern, of least to most characters."""
+    """Strings that match the anchor-free pattern, of least to most characters.
+
+    written: pattern of what is generated, None for any string; it never admits more than the rest does.
+    """
 
     node: pattern.Node | None = None
     least: int = 0
     most: int | None = None
+    written: pattern.Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,13 @@ class Union:
     branches: tuple[Shape, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Suggested:
+    """Values of the types that the keywords suggest; the standard also admits every value of any other type."""
+
+    shape: Shape
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A shape that is referred to. shape None: not finished, or nothing satisfies it."""
@@ -115,7 +126,7 @@ class Ref:
     entry: Entry
 
 
-Shape = Anything | Values | Simple | Integers | Numbers | Strings | Arrays | Objects | Union | Ref
+Shape = Anything | Values | Simple | Integers | Numbers | Strings | Arrays | Objects | Union | Suggested | Ref
 
 
 class UndecidedError(Exception):
@@ -174,6 +185,9 @@ def admits(shape: Shape, value: object) -> bool:
             return admits(resolved(shape), value)
         case Union(branches):
             return any(admits(branch, value) for branch in branches)
+        case Suggested(inner):
+            kind = type_of(value)
+            return ("number" if kind == "integer" else kind) not in _kinds(inner) or admits(inner, value)
         case Values(values):
             return any(same_value(value, one) for one in values)
         case Simple(kind):
@@ -187,13 +201,20 @@ def admits(shape: Shape, value: object) -> bool:
         case Strings(node, least, most):
             if not isinstance(value, str) or not least <= len(value) <= (len(value) if most is None else most):
                 return False
-            return node is None or pattern.matches(node, value)
+            return node is None or _matches(node, value)
         case Arrays():
             return isinstance(value, list) and _admits_array(shape, value)
         case Objects():
             return isinstance(value, dict) and _admits_object(shape, value)
         case _:
             assert_never(shape)
+
+
+def _matches(node: pattern.Node, text: str) -> bool:
+    try:
+        return pattern.matches(node, text)
+    except pattern.PatternError as error:
+        raise UndecidedError from error
 
 
 def _in_bounds(shape: Numbers, value: float) -> bool:
@@ -223,7 +244,7 @@ def _admits_object(shape: Objects, value: dict[str, object]) -> bool:
     for name, item in value.items():
         if shape.names is not None and not admits(shape.names, name):
             return False
-        keyed = [below for node, below in shape.keyed if pattern.matches(node, name)]
+        keyed = [below for node, below in shape.keyed if _matches(node, name)]
         if name in members:
             keyed = [members[name]]
         elif not keyed:
@@ -240,7 +261,7 @@ _Kinds = frozenset[str]
 
 def _kinds(shape: Shape) -> _Kinds:
     match shape:
-        case Anything():
+        case Anything() | Suggested():
             return frozenset({"null", "boolean", "number", "string", "array", "object"})
         case Values(values):
             return frozenset("number" if type_of(value) == "integer" else type_of(value) for value in values)
@@ -288,6 +309,39 @@ def are_disjoint(first: Shape, second: Shape, depth: int = 0) -> bool:
             return _disjoint_objects(first, second, depth)
         case _:
             return False
+
+
+def have_distinct_values(shapes: Sequence[Shape]) -> bool:
+    """Whether each has values of its own, or all require a property for which each has. Raises UndecidedError."""
+    found = [resolved(shape) for shape in shapes]
+    if all(isinstance(shape, Values) for shape in found):
+        return _are_distinct(found)
+    objects = [shape for shape in found if isinstance(shape, Objects)]
+    if len(objects) < len(found) or not objects:
+        return False
+    for name in frozenset.intersection(*(shape.required for shape in objects)):
+        below = [resolved(member) for shape in objects for other, member in shape.members if other == name]
+        if _are_distinct(below):
+            return True
+    return False
+
+
+def _are_distinct(shapes: Sequence[Shape]) -> bool:
+    """Whether all are lists of plain values and no value is in two of them."""
+    seen: set[object] = set()
+    for shape in shapes:
+        if not isinstance(shape, Values):
+            return False
+        values = {(type_of(value) in ("integer", "number"), value) for value in shape.values if is_plain(value)}
+        if len(values) < len(shape.values) or not seen.isdisjoint(values):
+            return False
+        seen |= values
+    return True
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number, a string or null: its own equality is JSON's."""
+    return value is None or isinstance(value, str | float) or type(value) is int
 
 
 def _bounds(shape: Integers | Numbers) -> tuple[float, float]:
@@ -347,6 +401,8 @@ def children(shape: Shape) -> Iterator[Shape]:
     match shape:
         case Union(branches):
             yield from branches
+        case Suggested(inner):
+            yield inner
         case Arrays(prefix, rest):
             yield from prefix
             if rest is not None:
@@ -385,6 +441,8 @@ class Productivity:
                 return id(entry) in self.productive
             case Union(branches):
                 return any(map(self._is_finite, branches))
+            case Suggested(inner):
+                return self._is_finite(inner)
             case Arrays(prefix, rest, least):
                 needed = [*prefix[:least], *([rest] if rest is not None and least > len(prefix) else [])]
                 return all(map(self._is_finite, needed))

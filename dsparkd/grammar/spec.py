@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import pattern
+from dsparkd.grammar.inspection import MAX_ENUM_VALUES, MAX_LITERAL_BYTES, Policy, Warning_
 from dsparkd.grammar.key import MAX_BYTES, canonical_tag, compact, read_json, require_plain, require_text
-from dsparkd.grammar.schema import MAX_ENUM_VALUES, MAX_LITERAL_BYTES, Checked, Policy, Warning_, check_schema
+from dsparkd.grammar.schema import Checked, check_schema
 from dsparkd.grammar.tag import check_tag
 from dsparkd.grammar.tools import Tool, ToolWriter, tool_shape
 from dsparkd.messages import Grammar, GrammarKind

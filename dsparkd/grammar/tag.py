@@ -6,8 +6,9 @@ from typing import NoReturn
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import pattern
+from dsparkd.grammar.inspection import MAX_LITERAL_BYTES, Policy, Warning_, escape
 from dsparkd.grammar.key import MAX_DEPTH, read_json
-from dsparkd.grammar.schema import MAX_LITERAL_BYTES, Policy, Warning_, check_schema, escape
+from dsparkd.grammar.schema import check_schema
 
 MAX_FORMATS = 1000
 

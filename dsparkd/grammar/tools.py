@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import pattern
+from dsparkd.grammar.inspection import Policy, Warning_, escape
 from dsparkd.grammar.key import canonical_tag, compact
-from dsparkd.grammar.schema import Checker, Policy, Warning_, escape, schema_document
-from dsparkd.grammar.shape import Anything, Objects, Ref, Shape, Strings, Union, Values, resolved
+from dsparkd.grammar.schema import check_shape
+from dsparkd.grammar.shape import Anything, Objects, Ref, Shape, Strings, Suggested, Union, Values, resolved
+from dsparkd.grammar.written import schema_document
 
 MARKER = "｜DSML｜"
 _BAR = MARKER[0]
@@ -137,9 +139,10 @@ class ToolWriter:
 
 def tool_shape(parameters: object, pointer: str, *, policy: Policy) -> tuple[Objects | None, tuple[Warning_, ...]]:
     """Check a tool's parameters; None shape: any arguments. Raises GrammarError."""
-    checker = Checker(parameters, pointer, policy=policy, strict=True)
-    shape = resolved(checker.shape())
-    warnings = list(checker.warnings())
+    found, checked = check_shape(parameters, pointer, policy=policy, strict=True)
+    shape, warnings = resolved(found), list(checked)
+    if isinstance(shape, Suggested):
+        shape = resolved(shape.shape)
     if isinstance(shape, Anything):
         return None, tuple(warnings)
     if not isinstance(shape, Objects) or shape.least or shape.most is not None:
@@ -173,6 +176,8 @@ def tool_shape(parameters: object, pointer: str, *, policy: Policy) -> tuple[Obj
 def _alternatives(shape: Shape) -> Iterator[Shape]:
     if isinstance(shape, Ref):
         yield from _alternatives(resolved(shape))
+    elif isinstance(shape, Suggested):
+        yield from _alternatives(shape.shape)
     elif isinstance(shape, Union):
         for branch in shape.branches:
             yield from _alternatives(branch)
@@ -186,12 +191,9 @@ def _literal(value: object) -> str:
 
 def _raw(shape: Strings) -> Format:
     """Raw text of a string argument. Where the schema limits it, the marker's first character is left out."""
-    if shape.node is not None:
-        return {"type": "regex", "pattern": pattern.plain_text(shape.node, without=_BAR)}
-    if shape.least == 0 and shape.most is None:
+    if shape.written is None:
         return _grammar(FREE_TEXT)
-    counts = f"{{{shape.least},{'' if shape.most is None else shape.most}}}"
-    return _grammar(f"root ::= one{counts}\none ::= [^{_BAR}]\n")
+    return {"type": "regex", "pattern": pattern.plain_text(shape.written, without=_BAR)}
 
 
 def _grammar(text: str) -> Format:
