@@ -273,7 +273,7 @@ class GrammarConfig(Section, frozen=True, kw_only=True):
     compile_timeout_s: float = 20.0
     probe_cpu_s: int = 2
     probe_bytes: int = 1 * GIB
-    probe_wall_s: float = 10.0
+    probe_wall_s: float = 25.0
     cache: GrammarCacheConfig = GrammarCacheConfig()
     store: GrammarStoreConfig = GrammarStoreConfig()
 
