@@ -6,7 +6,7 @@
 random work: short lives of both ranks, each ended by Shutdown given to them up to five ticks apart, busy, idle or
 parked; both leave after the same exchange, with the same agreements, and every answer is the one that its prompt has.
 wakes: messages to one parked rank, the other, or both at once. one side: all work on rank 0 for minutes. delay: one
-rank comes the exchange's time-out minus, then plus, a second late. C: exchange.c alone, with and without spinning.
+rank comes the exchange's time-out minus, then plus, a second late. C: exchange.c alone, spinning and not, meanwhile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dsparkd.messages import (
 from tools.harness import ROOT
 from tools.lockstep_rank import EOS, MAX_CONTEXT, VOCAB, Ends, lose_time, make_region, next_token, run_rank
 
-TICKS_A_LIFE = 400
+TICKS_A_LIFE = 150
 HANG_S = 30.0
 TIMEOUT_S = 10.0  # of the exchange, where no delay is meant
 DELAY_TIMEOUT_S = 3.0
@@ -367,18 +367,28 @@ def delay(line: Line, dice: random.Random, extra_s: float) -> None:
         line.faults.append(f"codes {codes}: {[report.get('error') for report in reports]}")
 
 
-def c_alone(line: Line, count: int, spin_ns: int) -> None:
-    """Two processes of the C driver: payloads are functions of rank, sequence and place, and all are compared."""
-    with tempfile.TemporaryDirectory() as name:
-        target = Path(name) / "driver"
+class Driver:
+    """exchange.c alone between two processes, in the background: words are functions of rank, sequence and place."""
+
+    def __init__(self, directory: Path, count: int, spin_ns: int) -> None:
+        target = directory / f"driver-{spin_ns}"
         include = f"-I{ROOT / 'dsparkd' / 'native'}"
         subprocess.run(["cc", "-std=c11", "-O2", include, str(DRIVER), "-o", str(target), "-lpthread"], check=True)
-        command = [str(target), "processes", str(count), str(spin_ns)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        line.faults.append(done.stderr[:300])
-    else:
-        line.counts |= {"exchanges": count, "sleeps": int(done.stdout.split()[0])}
+        self._count = count
+        self._process = subprocess.Popen(
+            [str(target), "processes", str(count), str(spin_ns)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, line: Line, _dice: random.Random) -> None:
+        """Wait for its end."""
+        told, errors = self._process.communicate()
+        if self._process.returncode != 0:
+            line.faults.append(errors[:300])
+        else:
+            line.counts |= {"exchanges": self._count, "sleeps": int(told.split()[0])}
 
 
 def main(argv: list[str]) -> int:
@@ -391,23 +401,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
-    parts: list[tuple[str, Callable[[Line, random.Random], None]]] = [
-        ("random work", lambda line, dice: random_work(line, dice, arguments.ticks)),
-        ("wakes", lambda line, dice: wakes(line, dice, arguments.wakes)),
-        ("late, within the time-out", lambda line, dice: delay(line, dice, -1.0)),
-        ("late, beyond the time-out", lambda line, dice: delay(line, dice, 1.0)),
-        ("work on one side", lambda line, dice: one_side(line, dice, arguments.one_sided_s)),
-        ("C, spinning", lambda line, _: c_alone(line, arguments.exchanges, 20_000)),
-        ("C, sleeping", lambda line, _: c_alone(line, arguments.exchanges // 10, 0)),
-    ]
-    begun, lines = time.monotonic(), []
-    for name, play in parts:
-        line, from_s = Line(name), time.monotonic()
-        play(line, random.Random(arguments.seed))
-        line.seconds = time.monotonic() - from_s
-        lines.append(line)
-        if not arguments.json:
-            print(render(line), flush=True)
+    begun = time.monotonic()
+    lines = play_parts(arguments)
     ok = not any(line.faults for line in lines)
     elapsed_s = time.monotonic() - begun
     if arguments.json:
@@ -415,6 +410,31 @@ def main(argv: list[str]) -> int:
     else:
         print(f"{'ok' if ok else 'FAIL'}: {len(lines)} parts, {elapsed_s:.0f} s")
     return 0 if ok else 1
+
+
+def play_parts(arguments: argparse.Namespace) -> list[Line]:
+    """Every part in turn; C alone runs beside the long one."""
+    lines = []
+
+    def play(name: str, part: Callable[[Line, random.Random], None]) -> None:
+        line, begun = Line(name), time.monotonic()
+        part(line, random.Random(arguments.seed))
+        line.seconds = time.monotonic() - begun
+        lines.append(line)
+        if not arguments.json:
+            print(render(line), flush=True)
+
+    play("random work", lambda line, dice: random_work(line, dice, arguments.ticks))
+    play("wakes", lambda line, dice: wakes(line, dice, arguments.wakes))
+    play("late, within the time-out", lambda line, dice: delay(line, dice, -1.0))
+    play("late, beyond the time-out", lambda line, dice: delay(line, dice, 1.0))
+    with tempfile.TemporaryDirectory() as name:
+        spinning = Driver(Path(name), arguments.exchanges, 20_000)
+        sleeping = Driver(Path(name), arguments.exchanges // 10, 0)
+        play("work on one side", lambda line, dice: one_side(line, dice, arguments.one_sided_s))
+        play("C, spinning", spinning.finish)
+        play("C, sleeping", sleeping.finish)
+    return lines
 
 
 def render(line: Line) -> str:
