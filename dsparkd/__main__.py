@@ -17,7 +17,7 @@ import dsparkd
 from dsparkd import config as config_module
 from dsparkd import log as log_module
 from dsparkd import supervisor, system
-from dsparkd.config import Config, Hardware
+from dsparkd.config import Config, Hardware, Section
 from dsparkd.errors import EXIT_OK, ConfigError, StartError
 from dsparkd.http.keys import ApiKeys
 from dsparkd.ipc.wiring import make_wiring
@@ -58,12 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_hardware() -> Hardware:
-    """Count the CUDA devices that this process may use, without loading the driver into the parent."""
+    """Count the CUDA devices and CPUs that this process may use, without loading the driver into the parent."""
     devices = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    count = len(devices)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # the driver's own switch, which the ranks' CUDA obeys
     if visible is not None:
-        return Hardware(num_cuda_devices=min(len(devices), len([part for part in visible.split(",") if part.strip()])))
-    return Hardware(num_cuda_devices=len(devices))
+        count = min(count, len([part for part in visible.split(",") if part.strip()]))
+    return Hardware(num_cuda_devices=count, num_cpus=system.cpu_count_available())
 
 
 def serve(config: Config) -> int:
@@ -89,16 +90,22 @@ def _build_app(config: Config, router: Router, registry: Registry) -> Starlette:
 
 def render_config(config: Config) -> str:
     """Return the resolved tree as TOML; a key without a value is a comment."""
-    lines = []
-    for table in config.__struct_fields__:
-        lines.append(f"[{table}]")
-        section = getattr(config, table)
-        for key in section.__struct_fields__:
-            value = getattr(section, key)
-            text = msgspec.json.encode(value).decode()  # TOML's spelling for strings, numbers and booleans alike
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {text}")
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join(
+        line for table in config.__struct_fields__ for line in _render_table(table, getattr(config, table))
+    )
+
+
+def _render_table(name: str, section: Section) -> list[str]:
+    """The lines of a table, then of the tables inside of it; an empty one ends each."""
+    lines, inner = [f"[{name}]"], []
+    for key in section.__struct_fields__:
+        value = getattr(section, key)
+        if isinstance(value, Section):
+            inner += _render_table(f"{name}.{key}", value)
+            continue
+        text = msgspec.json.encode(value).decode()  # TOML's spelling for strings, numbers and booleans alike
+        lines.append(f"# {key} is not set" if value is None else f"{key} = {text}")
+    return [*lines, "", *inner]
 
 
 def check_memory(config: Config, model: ModelConfig) -> PoolSizes | None:

@@ -264,11 +264,14 @@ class GrammarConfig(Section, frozen=True, kw_only=True):
     """[grammar] answers whose form is enforced."""
 
     enabled: bool = True
+    unsupported: Literal["refuse", "report"] = "refuse"
+    any_whitespace: bool = True
+    max_whitespace: int = 32
     traversal: Literal["native", "per_matcher", "batched"] = "native"
-    traversal_threads: int | None = None  # of the CPUs available
+    traversal_threads: int | None = None  # resolve(): half of the CPUs, at most 12
     traversal_timeout_s: float = 0.05
-    workers: int | None = None  # of the CPUs available
-    compiler_threads: int | None = None  # of the CPUs available
+    workers: int | None = None  # resolve(): one less than the CPUs, at most 8
+    compiler_threads: int | None = None  # resolve(): half of the CPUs, at most 12
     wait_timeout_s: float = 30.0
     compile_timeout_s: float = 20.0
     probe_cpu_s: int = 2
@@ -278,6 +281,7 @@ class GrammarConfig(Section, frozen=True, kw_only=True):
     store: GrammarStoreConfig = GrammarStoreConfig()
 
     def __post_init__(self) -> None:
+        self._require(0 <= self.max_whitespace <= 1024, "max_whitespace", "use 0..1024")
         for key in ("traversal_threads", "workers", "compiler_threads"):
             value = getattr(self, key)
             self._require(value is None or value > 0, key, "use a positive number of threads")
@@ -314,6 +318,7 @@ class Config(Section, frozen=True, kw_only=True):
     gc: GCConfig = GCConfig()
     log: LogConfig = LogConfig()
     text: TextConfig = TextConfig()
+    grammar: GrammarConfig = GrammarConfig()
 
 
 TABLE_NAMES: dict[type, str] = {
@@ -339,9 +344,10 @@ TABLE_NAMES: dict[type, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What `resolve` may know of the machine, gathered without torch."""
+    """What `resolve` may know of the machine, gathered without torch. num_cpus: those that this process may use."""
 
     num_cuda_devices: int
+    num_cpus: int = 1
 
 
 def load(path: Path) -> Config:
@@ -370,7 +376,9 @@ def _anchor_paths(config: Config, directory: Path) -> Config:
         config.engine, checkpoint=anchor(config.engine.checkpoint), crash_dir=anchor(config.engine.crash_dir)
     )
     server = msgspec.structs.replace(config.server, api_keys_file=anchor(config.server.api_keys_file))
-    return msgspec.structs.replace(config, engine=engine, server=server)
+    store = msgspec.structs.replace(config.grammar.store, directory=anchor(config.grammar.store.directory))
+    grammar = msgspec.structs.replace(config.grammar, store=store)
+    return msgspec.structs.replace(config, engine=engine, server=server, grammar=grammar)
 
 
 def resolve(config: Config, hardware: Hardware) -> Config:
@@ -398,4 +406,17 @@ def resolve(config: Config, hardware: Hardware) -> Config:
             f"use more than exchange.timeout_s ({config.exchange.timeout_s})",
         )
     scheduler = msgspec.structs.replace(config.scheduler, chunk_tokens=chunk_tokens)
-    return msgspec.structs.replace(config, scheduler=scheduler)
+    grammar = _share_cpus(config.grammar, hardware.num_cpus)
+    return msgspec.structs.replace(config, scheduler=scheduler, grammar=grammar)
+
+
+def _share_cpus(grammar: GrammarConfig, num_cpus: int) -> GrammarConfig:
+    """Fill the thread counts that are not set; one CPU is left to the tick thread (U-01)."""
+    workers, half = max(1, min(8, num_cpus - 1)), max(1, min(12, num_cpus // 2))
+    traversal_threads = None if grammar.traversal == "per_matcher" else grammar.traversal_threads or half
+    return msgspec.structs.replace(
+        grammar,
+        workers=grammar.workers or workers,
+        compiler_threads=grammar.compiler_threads or half,
+        traversal_threads=traversal_threads,
+    )

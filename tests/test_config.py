@@ -1,6 +1,7 @@
 """The configuration tree: defaults, boundaries, rules across sections, the commented reference."""
 
 import math
+import operator
 import re
 import tomllib
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, load, resolve
+from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, Section, load, resolve
 from dsparkd.errors import EXIT_CONFIG, ConfigError
 from tools.harness import ROOT, Tables, merge, to_toml
 
@@ -64,16 +65,48 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "log.format": (["json", "console"], ["text", "", 1]),
     "log.level": (["debug", "info", "warning", "error"], ["trace", "", 10]),
     "text.default_effort": (["low", "high", "max"], ["", "medium", 1]),
+    "grammar.enabled": ([True, False], [1, "true"]),
+    "grammar.unsupported": (["refuse", "report"], ["", "ignore", 1]),
+    "grammar.any_whitespace": ([True, False], [0, "false"]),
+    "grammar.max_whitespace": ([0, 1024], [-1, 1025, True, "1"]),
+    "grammar.traversal": (["native", "per_matcher", "batched"], ["", "scalar", 1]),
+    "grammar.traversal_threads": ([1, 64], [0, -1, True, "2", 1.5]),
+    "grammar.traversal_timeout_s": ([0.001, 10], [0, -1, True]),
+    "grammar.workers": ([1, 64], [0, -1, True, "8", 1.5]),
+    "grammar.compiler_threads": ([1, 64], [0, -1, True, "8", 1.5]),
+    "grammar.wait_timeout_s": ([20, 600], [19.9, 0, True]),
+    "grammar.compile_timeout_s": ([0.1, 30], [30.1, 0, -1, True]),
+    "grammar.probe_cpu_s": ([1, 60], [0, -1, True, 1.5]),
+    "grammar.probe_bytes": ([1 << 26, BIG], [(1 << 26) - 1, 0, True]),
+    "grammar.probe_wall_s": ([0.1, 60], [0, -1, True]),
+    "grammar.cache.bytes": ([1, BIG], [0, -1, True, "8", 1.5]),
+    "grammar.cache.entries": ([1, BIG], [0, -1, True, "8", 1.5]),
+    "grammar.cache.negative_entries": ([0, 1], [-1, True, 1.5]),
+    "grammar.cache.negative_ttl_s": ([0, 1e6], [-1, True, "1"]),
+    "grammar.store.enabled": ([True, False], [1, "true"]),
+    "grammar.store.directory": (["/var/grammar"], ["", 1]),
+    "grammar.store.bytes": ([1 << 24, BIG], [(1 << 24) - 1, 0, True]),
+    "grammar.store.max_entry_bytes": ([1, 1 << 32], [0, (1 << 32) + 1, True]),
+    "grammar.store.max_compiled_bytes": ([1, BIG], [0, -1, True]),
+    "grammar.store.margin": ([1, 100.5], [0.99, 0, True]),
+    "grammar.store.initial_bytes_per_s": ([1, BIG], [0, -1, True, 1.5]),
+    "grammar.store.scope_retention_s": ([86_400, BIG], [86_399, 0, True]),
 }
 
 
 def all_keys() -> dict[str, object]:
     """Every key of the tree with its default; msgspec.NODEFAULT for a required one."""
     keys: dict[str, object] = {}
-    for table in msgspec.structs.fields(Config):
-        section = table.type
+
+    def collect(table: str, section: type) -> None:
         for field in msgspec.structs.fields(section):
-            keys[f"{table.name}.{field.name}"] = field.default
+            if isinstance(field.type, type) and issubclass(field.type, Section):
+                collect(f"{table}.{field.name}", field.type)
+            else:
+                keys[f"{table}.{field.name}"] = field.default
+
+    for table in msgspec.structs.fields(Config):
+        collect(table.name, table.type)
     return keys
 
 
@@ -84,7 +117,7 @@ def decode(tables: Tables, directory: Path) -> Config:
 
 
 def with_key(key: str, value: object) -> Tables:
-    table, name = key.split(".")
+    table, name = key.rsplit(".", 1)
     return {table: {name: value}}
 
 
@@ -98,9 +131,8 @@ def test_a_value_at_the_boundary_is_accepted(tmp_path: Path, key: str, value: ob
     """C-01: the rule says where, not one further."""
     config = resolve(decode(with_key(key, value), tmp_path), TWO_GPUS)
 
-    table, name = key.split(".")
     if key not in ("engine.checkpoint", "engine.crash_dir"):  # those become absolute
-        assert getattr(getattr(config, table), name) == value
+        assert operator.attrgetter(key)(config) == value
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, (_, bad) in BOUNDARIES.items() for value in bad])
@@ -113,13 +145,15 @@ def test_a_value_beyond_the_boundary_is_a_start_failure_that_names_the_key(
     with pytest.raises(ConfigError) as caught:
         resolve(decode(overrides | with_key(key, value), tmp_path), TWO_GPUS)
 
-    table, name = key.split(".")
+    table, name = key.rsplit(".", 1)
     assert caught.value.exit_code == EXIT_CONFIG
     message = str(caught.value)
     related = {  # a rule between two keys may name the other one
         "limits.queue_items": "limits.max_batch_items",
         "exchange.timeout_s": "watchdog.tick_timeout_s",
         "health.heartbeat_s": "health.max_age_s",
+        "grammar.wait_timeout_s": "grammar.compile_timeout_s",
+        "grammar.store.bytes": "grammar.store.max_entry_bytes",
     }
     assert key in message or f"$.{table}.{name}" in message or related.get(key, "\0") in message
 
@@ -130,7 +164,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, value: float) -> None
     for key, default in all_keys().items():
         if isinstance(default, float) and not isinstance(default, bool):
             file = tmp_path / "config.toml"
-            table, name = key.split(".")
+            table, name = key.rsplit(".", 1)
             text = to_toml(merge(BASE, {table: {}})).replace(f"[{table}]\n", f"[{table}]\n{name} = {value}\n")
             file.write_text(text, encoding="utf-8")
             with pytest.raises(ConfigError):
@@ -242,11 +276,21 @@ def test_the_reference_names_every_key_with_its_default() -> None:
     """C-01, Q-12: conf/dsparkd.toml and the code have equal keys and equal defaults."""
     text = (ROOT / "conf" / "dsparkd.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
-    written = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    written: dict[str, object] = {}
+
+    def collect(table: str, keys: dict[str, object]) -> None:
+        for key, value in keys.items():
+            if isinstance(value, dict):
+                collect(f"{table}.{key}", value)
+            else:
+                written[f"{table}.{key}"] = value
+
+    for name, keys in tables.items():
+        collect(name, keys)
     commented = set()
     table = ""
     for line in text.splitlines():
-        if match := re.fullmatch(r"\[(\w+)\]", line):
+        if match := re.fullmatch(r"\[([\w.]+)\]", line):
             table = match[1]
         elif match := re.fullmatch(r"# (\w+) = [\w.]+", line):
             commented.add(f"{table}.{match[1]}")
@@ -285,3 +329,24 @@ def test_shipped_configurations_load(name: str) -> None:
     config = resolve(load(ROOT / "conf" / name), TWO_GPUS)
 
     assert config.engine.device == ("cpu" if name == "dev.toml" else "cuda")
+
+
+@pytest.mark.parametrize(("num_cpus", "workers", "half"), [(1, 1, 1), (2, 1, 1), (3, 2, 1), (8, 7, 4), (32, 8, 12)])
+def test_thread_counts_come_from_the_cpus_that_may_be_used(
+    tmp_path: Path, num_cpus: int, workers: int, half: int
+) -> None:
+    """U-01: one CPU is left to the tick thread; what is set stays."""
+    hardware = Hardware(num_cuda_devices=2, num_cpus=num_cpus)
+    grammar = resolve(decode({}, tmp_path), hardware).grammar
+    assert (grammar.workers, grammar.compiler_threads, grammar.traversal_threads) == (workers, half, half)
+    own: Tables = {"grammar": {"workers": 5, "compiler_threads": 6, "traversal_threads": 7}}
+    grammar = resolve(decode(own, tmp_path), hardware).grammar
+    assert (grammar.workers, grammar.compiler_threads, grammar.traversal_threads) == (5, 6, 7)
+    loop = resolve(decode({"grammar": {"traversal": "per_matcher"}}, tmp_path), hardware).grammar
+    assert loop.traversal_threads is None
+
+
+def test_threads_of_a_loop_are_a_start_failure(tmp_path: Path) -> None:
+    """C-01: a number that nothing reads would be believed in."""
+    with pytest.raises(ConfigError, match=r"grammar\.traversal_threads"):
+        decode({"grammar": {"traversal": "per_matcher", "traversal_threads": 2}}, tmp_path)

@@ -42,9 +42,18 @@ def ensure_checkpoint(directory: Path = ROOT / "run" / "nano") -> Path:
     return directory
 
 
+def flatten(tables: Tables) -> dict[str, dict[str, object]]:
+    """Give tables inside of tables names of their own, as TOML writes them: `grammar.store`."""
+    flat: dict[str, dict[str, object]] = {}
+    for table, keys in tables.items():
+        flat[table] = {key: value for key, value in keys.items() if not isinstance(value, dict)}
+        flat |= flatten({f"{table}.{key}": value for key, value in keys.items() if isinstance(value, dict)})
+    return flat
+
+
 def merge(base: Tables, overrides: Tables) -> dict[str, dict[str, object]]:
     """Return base with the keys of overrides replaced; the value None removes a key."""
-    merged = {table: dict(keys) for table, keys in base.items()}
+    merged = flatten(base)
     for table, keys in overrides.items():
         merged.setdefault(table, {}).update(keys)
     return {table: {key: value for key, value in keys.items() if value is not None} for table, keys in merged.items()}
@@ -85,6 +94,7 @@ class Server:
             "server": {"port": self.port, "host": "127.0.0.1"},
             "engine": {"checkpoint": str(checkpoint), "crash_dir": str(self.directory / "crash")},
             "log": {"format": "json"},
+            "grammar.store": {"directory": str(self.directory / "grammar")},
             # Machines that run tests are slow and shared: what is tested there is not how fast a tick is.
             "health": {"max_age_s": 300.0},
             "exchange": {"timeout_s": 120.0},
