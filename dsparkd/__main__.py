@@ -1,4 +1,7 @@
-"""The command line: serve, check-config. Imports no torch, and nothing that starts threads before the fork."""
+"""The command line: serve, check-config, grammar-store.
+
+Imports no torch, and nothing that starts threads before the fork.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import msgspec
 import dsparkd
 from dsparkd import config as config_module
 from dsparkd import log as log_module
-from dsparkd import supervisor, system
+from dsparkd import store_cli, supervisor, system
 from dsparkd.config import Config, Hardware, Section
 from dsparkd.errors import EXIT_OK, ConfigError, StartError
 from dsparkd.http.keys import ApiKeys
@@ -37,15 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dsparkd", description="Serves DeepSeek-V4 checkpoints on two co-located data-parallel ranks."
     )
-    parser.add_argument("command", nargs="?", choices=("serve", "check-config"), default="serve", help="default: serve")
+    commands = ("serve", "check-config", "grammar-store")
+    parser.add_argument("command", nargs="?", choices=commands, default="serve", help="default: serve")
+    parser.add_argument("verb", nargs="?", choices=store_cli.VERBS, help="of grammar-store")
+    parser.add_argument("--bodies", type=Path, metavar="FILE", help="of grammar-store warm: a request body a line")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; conf/dsparkd.toml explains every key")
     parser.add_argument("--version", action="version", version=f"dsparkd {dsparkd.__version__}")
     options = parser.parse_args(arguments)
     if options.config is None:
         parser.error("name the configuration: --config FILE")
+    if (options.command == "grammar-store") != (options.verb is not None):
+        parser.error(f"grammar-store, and it alone, takes one of {', '.join(store_cli.VERBS)}")
     try:
         config = config_module.resolve(config_module.load(options.config), find_hardware())
         model = load_model_config(Path(config.engine.checkpoint))
+        if options.command == "grammar-store":
+            return store_cli.run(config, model, options.verb, options.bodies)
         sizes = check_memory(config, model)
         ApiKeys.load(config.server)  # the front end reads them itself; here only to refuse before anything is forked
         if options.command == "check-config":

@@ -66,7 +66,7 @@ class RequestError(DsparkdError):
 
 
 class GrammarError(RequestError):
-    """A request's grammar is malformed, beyond a limit, or cannot be enforced; param is a JSON pointer into the body."""
+    """A request's grammar is malformed, beyond a limit, or cannot be enforced; param: a JSON pointer into the body."""
 
 
 class FatalError(DsparkdError):

@@ -61,7 +61,7 @@ class Grammar(Message, frozen=True, kw_only=True):
 
     text: canonical, and what is compiled: a schema or structural tag in canonical JSON, the bytes of a regular
     expression or EBNF text, a JSON list of the choices. "tool_calls" is a structural tag that names marker tokens.
-    max_whitespace: most white space in a row between JSON tokens; 0 is no limit. any_whitespace false: one fixed layout.
+    max_whitespace: most white space in a row between JSON tokens; 0: no limit. any_whitespace false: one fixed layout.
     """
 
     kind: GrammarKind

@@ -225,6 +225,16 @@ class GrammarStore:
             ledger.forget(target)
             target.unlink(missing_ok=True)
 
+    def remove_strays(self) -> int:
+        """Remove temporaries whose process is gone; returns their number. Raises OSError."""
+        count = 0
+        for path in self.directory.glob(".*.tmp"):
+            pid = path.name.split(".")[2]
+            if not os.path.exists(f"/proc/{pid}"):
+                path.unlink(missing_ok=True)
+                count += 1
+        return count
+
     def rebuild(self) -> tuple[int, int]:
         """Count everything anew; returns totals(). Raises OSError."""
         with self._changing_ledger(trust=False) as ledger:
@@ -347,12 +357,11 @@ def prepare(config: GrammarStoreConfig, scope: Scope, clock: Callable[[], float]
             directory.mkdir(mode=0o700, exist_ok=True)
             _require_private(directory)
             _touch(directory / "used", clock())
-            for path in directory.iterdir():
-                if path.suffix == ".tmp":
-                    path.unlink(missing_ok=True)
-                elif path.suffix == ".entry":
-                    _require_private(path)
-        GrammarStore(directory, config).rebuild()
+            for path in directory.glob("*.entry"):
+                _require_private(path)
+        store = GrammarStore(directory, config)
+        store.remove_strays()
+        store.rebuild()
     except OSError as error:
         missing = f"a usable {error.filename or root} ({error.strerror})"
         raise CapabilityError(_FEATURE, missing, "mend it, or set grammar.store.enabled = false") from error
