@@ -14,7 +14,12 @@ from dsparkd.messages import Grammar
 _MAX_REGEX_COUNT = 64
 # XGrammar writes a pattern as a rule of its own. No literal looks like one: those are in brackets.
 _PATTERN = re.compile(r'^(?P<rule>[A-Za-z0-9_]+) ::= Regex\((?P<text>".*")(?:, json_string=true)?\)$', re.MULTILINE)
+# What XGrammar takes for a character of a string with length bounds: raw control characters, which no JSON text has.
+_LOOSE_CHARACTER = re.compile(r'^([A-Za-z0-9_]+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$', re.MULTILINE)
+# No literal ends like this: inside one, a quotation mark has a backslash before it.
+_QUOTED_RULE = re.compile(r'(?<!\\)"\\"" ([A-Za-z0-9_]+) "\\""')
 _EBNF_ESCAPES = re.compile(r"\\(.)")
+_EBNF_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 def source_grammar(grammar: Grammar) -> xgrammar.Grammar:
@@ -44,22 +49,30 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgr
 
 
 def _with_exact_patterns(parsed: xgrammar.Grammar) -> xgrammar.Grammar:
-    """Let patterns mean the JSON text that they were written for.
+    """Let patterns and length bounds mean the JSON text that they were written for.
 
     XGrammar takes every backslash and quotation mark out of a pattern for a JSON string, hence all escapes that the
-    checker wrote into it. Reading a grammar's own text back gives the same grammar, so the flag is removed there.
+    checker wrote into it, and it lets raw control characters into strings with length bounds. Reading a grammar's own
+    text back gives the same grammar, so both are put right in the text.
     """
     text = str(parsed)
-    if "Regex(" not in text:
-        return parsed
-    return xgrammar.Grammar.from_ebnf(_PATTERN.sub(_exact_rule, text))
+    exact = _LOOSE_CHARACTER.sub(r"\1\\x00-\\x1f\2", text)
+    inlined: dict[str, str] = {}
+    exact = _PATTERN.sub(lambda found: _exact_rule(found, inlined), exact)
+    if inlined:
+        # Between its quotation marks a count is much faster than in a rule of its own, which anything might follow.
+        exact = _QUOTED_RULE.sub(lambda found: f'"\\"" {inlined.get(found[1], found[1])} "\\""', exact)
+    return parsed if exact == text else xgrammar.Grammar.from_ebnf(exact)
 
 
-def _exact_rule(found: re.Match[str]) -> str:
+def _exact_rule(found: re.Match[str], inlined: dict[str, str]) -> str:
     rule, quoted = found["rule"], found["text"]
-    node = pattern.whole(pattern.parse(_EBNF_ESCAPES.sub(lambda escape: escape[1], quoted[1:-1]), is_own=True))
+    text = _EBNF_ESCAPES.sub(lambda escape: _EBNF_CONTROLS.get(escape[1], escape[1]), quoted[1:-1])
+    node = pattern.whole(pattern.parse(text, is_own=True))
     if pattern.longest_count(node) > _MAX_REGEX_COUNT:
-        return pattern.ebnf_rules(node, rule)
+        expression, rules = pattern.ebnf(node, rule)
+        inlined[rule] = expression
+        return "\n".join([f"{rule} ::= {expression}", *rules])
     return f"{rule} ::= Regex({quoted})"
 
 

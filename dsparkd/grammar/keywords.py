@@ -248,7 +248,7 @@ def has_no_effect(schema: dict[str, object], keyword: str) -> bool:
             return False
 
 
-_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,60}[A-Za-z0-9])?"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = f"{_BYTE}(?:\\.{_BYTE}){{3}}"
 _H16 = "[0-9A-Fa-f]{1,4}"

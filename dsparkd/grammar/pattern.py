@@ -671,30 +671,40 @@ def _outside(rests: set[str], depth: int) -> Node:
     return Choice(tuple(branches))
 
 
-def ebnf_rules(node: Node, name: str) -> str:
-    """An anchor-free pattern as EBNF rules; `name` is the first, the others begin with it."""
+def ebnf(node: Node, name: str) -> tuple[str, list[str]]:
+    """An anchor-free pattern as an EBNF expression and the rules that it needs; their names begin with `name`."""
     rules: list[str] = []
 
     def write(part: Node) -> str:
         match part:
             case Class(ranges):
-                return f"[{''.join(_ebnf_range(low, high) for low, high in ranges)}]"
+                return _ebnf_class(ranges)
             case Sequence_(parts):
-                return " ".join(map(write, parts)) or '""'
+                return f"({' '.join(map(write, parts))})" if parts else '""'
             case Choice(branches):
                 return f"({' | '.join(map(write, branches))})"
             case Repeat(repeated, least, most):
-                rule = f"{name}_{len(rules)}"
+                index = len(rules)
                 rules.append("")  # keeps the number
-                rules[int(rule.rpartition("_")[2])] = f"{rule} ::= {write(repeated)}"
-                return f"{rule}{{{least},{'' if most is None else most}}}"
+                rules[index] = f"{name}_{index} ::= {write(repeated)}"
+                return f"{name}_{index}{{{least},{'' if most is None else most}}}"
             case Anchor():
                 raise AssertionError("anchors are gone before a pattern is written")
             case _:
                 assert_never(part)
 
-    first = f"{name} ::= {write(node)}"
-    return "\n".join([first, *rules])
+    if isinstance(node, Sequence_) and node.parts:
+        return " ".join(map(write, node.parts)), rules
+    return write(node), rules
+
+
+def _ebnf_class(ranges: Ranges) -> str:
+    """XGrammar is far faster with a class of most characters when it is written by those that it lacks."""
+    if ranges and ranges[-1][1] == MAX_CODE_POINT:
+        lacking = complement(normalized([*ranges, *_SURROGATE]))
+        if lacking:
+            return f"[^{''.join(_ebnf_range(low, high) for low, high in lacking)}]"
+    return f"[{''.join(_ebnf_range(low, high) for low, high in ranges)}]"
 
 
 def _ebnf_range(low: int, high: int) -> str:

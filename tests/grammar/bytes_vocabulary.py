@@ -19,10 +19,10 @@ _SIZE = len(_ENTRIES)
 _CLOSING, _BLANKS = frozenset(b'"]}'), frozenset(b" \n\r\t")
 
 
-def make_compiler() -> xgrammar.GrammarCompiler:
-    """A compiler without cache and on one thread."""
+def make_compiler(max_threads: int = 1) -> xgrammar.GrammarCompiler:
+    """A compiler without cache."""
     info = xgrammar.TokenizerInfo(_ENTRIES, xgrammar.VocabType.RAW, vocab_size=_SIZE, stop_token_ids=[STOP_ID])
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    return xgrammar.GrammarCompiler(info, max_threads=max_threads, cache_enabled=False)
 
 
 class Language:
