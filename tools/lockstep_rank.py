@@ -149,12 +149,13 @@ def run_rank(ends: Ends, report: int) -> int:
     except FatalError as error:
         told = {"error": str(error), "code": error.code if isinstance(error, ExchangeError) else type(error).__name__}
         code = EXIT_FATAL
-    values, _ = tally.frame()
+    values, histograms = tally.frame()
     told |= {
         "digest": loop.digest,
         "sequence": native.sequence(Channel.PLAN),
         "tick": loop.records[-1].tick if loop.records else 0,
         "parks": values.get(f"dsparkd_parks_total\0{dp_rank}", 0),
+        "unparks": histograms.get(f"dsparkd_unpark_seconds\0{dp_rank}", ()),
         "sleeps": values.get(f"dsparkd_exchange_sleeps_total\0{dp_rank}\0plan", 0),
     }
     with open(report, "w") as file:

@@ -1,9 +1,12 @@
-/* Drives exchange.c from C, where sanitizers see all of it: `driver threads|processes COUNT SPIN_NS`, `driver misuse`.
+/* Drives exchange.c from C, where sanitizers see all of it: `driver threads|processes COUNT SPIN_NS`, `driver misuse`;
+ * `driver measure COUNT SPIN_NS CPU CPU` prints total, skew and after-last of each exchange of both pinned ranks, and
+ * `driver floor COUNT 0 CPU CPU` what this machine takes to wake a sleeping process that wakes its waker in turn.
  * Threads share one mapping, because a race detector knows an address and not the page behind it. Exit 1: a wrong
  * word or code, said on standard error. */
 #include "exchange.c"
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/wait.h>
 
 #define SESSION 11
@@ -117,6 +120,70 @@ static void run_processes(long count, uint64_t spin_ns)
     (void)printf("%lu sleeps\n", (unsigned long)trader.sleeps);
 }
 
+/* Nothing but exchanges, one after the other; the child's figures come first. */
+static void run_measure(long count, uint64_t spin_ns, const int *cpus)
+{
+    const int fd = make_region();
+    const pid_t child = fork();
+    const int rank = child == 0;
+    const int64_t field[NUM_FIELDS] = {0}, extra[NUM_EXTRA] = {0};
+    int64_t out[2 * NUM_FIELDS], out_extra[2 * NUM_EXTRA];
+    uint32_t intent[2];
+    dsx_stats *stats = calloc((size_t)count, sizeof *stats);
+    dsx_handle *handle;
+    cpu_set_t own;
+    int status = 0;
+
+    CPU_ZERO(&own);
+    CPU_SET((size_t)cpus[rank], &own);
+    CHECK(child >= 0 && stats != NULL && sched_setaffinity(0, sizeof own, &own) == 0);
+    CHECK(dsx_attach(fd, rank, SESSION, DIGEST, TIMEOUT_NS, spin_ns, &handle) == DSX_OK);
+    for (long number = 0; number < count; number++)
+        CHECK(dsx_exchange(handle, 0, field, extra, 0, out, out_extra, intent, &stats[number]) == DSX_OK);
+    if (child != 0)
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    for (long number = 0; number < count; number++)
+        (void)printf("%" PRIu64 " %" PRIu64 " %" PRIu64 "\n", stats[number].total_ns, stats[number].arrival_skew_ns,
+                     stats[number].after_last_ns);
+    free(stats);
+}
+
+/* Half of each round trip of one futex word between two pinned processes, which always sleep. */
+static void run_floor(long count, const int *cpus)
+{
+    _Atomic uint32_t *word = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    const pid_t child = fork();
+    const int rank = child == 0;
+    uint64_t begun_ns = 0, ended_ns = 0;
+    cpu_set_t own;
+    int status = 0;
+
+    CPU_ZERO(&own);
+    CPU_SET((size_t)cpus[rank], &own);
+    CHECK(word != MAP_FAILED && child >= 0 && sched_setaffinity(0, sizeof own, &own) == 0);
+    for (uint32_t number = 0; number < (uint32_t)count; number++) {
+        const uint32_t asked = 2 * number + 1, other = rank == 0 ? asked + 1 : asked;
+
+        CHECK(read_clock(&begun_ns));
+        if (rank == 0) {
+            atomic_store(word, asked);
+            wake(word, 1);
+        }
+        for (uint32_t seen = atomic_load(word); seen != other; seen = atomic_load(word))
+            (void)sleep_on(word, seen, begun_ns + TIMEOUT_NS);
+        if (rank == 1) {
+            atomic_store(word, asked + 1);
+            wake(word, 1);
+            continue;
+        }
+        CHECK(read_clock(&ended_ns));
+        (void)printf("%" PRIu64 "\n", (ended_ns - begun_ns) / 2);
+    }
+    if (child == 0)
+        _exit(0);
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
 /* Every refusal that needs no peer, each with a short buffer for its text. */
 static void run_misuse(void)
 {
@@ -149,7 +216,13 @@ int main(int argc, char **argv)
     const long count = argc > 2 ? strtol(argv[2], NULL, 10) : 0;
     const uint64_t spin_ns = argc > 3 ? strtoull(argv[3], NULL, 10) : 0;
 
-    if (argc > 1 && strcmp(argv[1], "threads") == 0)
+    const int cpus[NUM_RANKS] = {argc > 4 ? atoi(argv[4]) : 0, argc > 5 ? atoi(argv[5]) : 1};
+
+    if (argc > 1 && strcmp(argv[1], "floor") == 0)
+        run_floor(count, cpus);
+    else if (argc > 1 && strcmp(argv[1], "measure") == 0)
+        run_measure(count, spin_ns, cpus);
+    else if (argc > 1 && strcmp(argv[1], "threads") == 0)
         run_threads(count, spin_ns);
     else if (argc > 1 && strcmp(argv[1], "processes") == 0)
         run_processes(count, spin_ns);

@@ -70,7 +70,7 @@ def test_the_bench_measures_every_series() -> None:
     assert done.stderr == ""
     told = json.loads(done.stdout)
     for kind in ("native", "native, spin 0"):
-        for series in SERIES:
+        for series in (*SERIES, "C: native", "C: skew", "C: after last"):
             figures = told["figures_us"][kind][series]
             assert 0 <= figures["p50"] <= figures["p99"] <= figures["max"]
         assert told["figures_us"][kind]["counts"]["exchanges"] == 2_000
@@ -87,5 +87,5 @@ def test_a_figure_over_its_bound_fails_the_bench() -> None:
     for kind, series, percentile, bound in BOUNDS:
         figures[kind].setdefault(series, {})[percentile] = bound
     assert all(verdict["ok"] for verdict in judge(figures))
-    figures["native"]["native"]["p99"] += 0.01
+    figures["native"]["C: native"]["p99"] += 0.01
     assert [verdict["ok"] for verdict in judge(figures)] == [True, False, True, True, True]

@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from dsparkd.text.tokenizer import Tokenizer
 from tools.bench.serve import PROFILES, Served, make_prompts, serve_round
@@ -57,10 +58,11 @@ def total(series: Series, name: str, label: str = "") -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Time that all threads of a process have run; the scheduler's own, for an idle rank runs less than a tick."""
+    spent_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        spent_ns += int(path.read_text(encoding="ascii").split()[0])
+    return spent_ns / 1e9
 
 
 def idle_shares(server: Server, seconds: float) -> dict[str, float]:

@@ -5,7 +5,8 @@
 Two processes, pinned to a core each, exchange in blocks that alternate between the kinds, so that a slow moment of the
 machine meets all of them. native: what the C call measures of itself, from its first clock to its last. python: what a
 Python caller sees around that call; loop: with the words that the scheduler's loop uses, in and out. skew: how far
-apart the ranks came; after last: from the later one's arrival to the end, which is what an exchange costs.
+apart the ranks came; after last: from the later one's arrival to the end, which is what an exchange costs. C: the same
+two processes without Python, nothing but exchanges; waking: what the machine takes to wake a sleeper, and no more.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import os
 import platform
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from dsparkd import system
 from dsparkd.native import exchange
 from dsparkd.native.exchange import Attachment, Timing
 from dsparkd.scheduler.agreement import Channel
 from dsparkd.scheduler.exchange import NativeExchange, Words
+from tools.harness import ROOT
 
 SPIN_S = 20e-6
 TIMEOUT_S = 60.0
@@ -35,12 +40,13 @@ GLOO_SHARE = 10  # one gloo exchange for so many native ones: it takes a hundred
 WORDS = Words((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 6), 0)
 # What must hold on the development machine, microseconds: kind, series, percentile, bound (contracts X-34).
 BOUNDS = (
-    ("native", "native", "p50", 0.6),
-    ("native", "native", "p99", 3.0),
+    ("native", "C: native", "p50", 0.6),
+    ("native", "C: native", "p99", 3.0),
     ("native", "python", "p50", 2.0),
     ("native", "python", "p99", 10.0),
-    ("native, spin 0", "native", "p50", 6.0),
+    ("native, spin 0", "C: native", "p50", 6.0),
 )
+DRIVER = ROOT / "tests" / "native" / "exchange_driver.c"
 SERIES = ("native", "skew", "after last", "python", "loop")
 
 
@@ -115,9 +121,9 @@ def gloo_call(rank: int, peer: socket.socket) -> Callable[[], object]:
 
 def run_rank(rank: int, cpu: int, kinds: dict[str, Shared], peer: socket.socket, count: int) -> dict[str, object]:
     """One rank's whole life; returns its measurements by kind."""
+    call = gloo_call(rank, peer)  # before the pinning, which gloo's own threads would inherit
     os.sched_setaffinity(0, {cpu})
     natives = {name: Native(rank, shared) for name, shared in kinds.items()}
-    call = gloo_call(rank, peer)
     gloo: list[int] = []
     for number in range(-1, -(-count // BLOCK)):
         for native in natives.values():
@@ -171,6 +177,23 @@ def keep_gpu_busy(index: int) -> None:
         torch.cuda.synchronize()
 
 
+def run_c(directory: Path, count: int, spin_s: float, cpus: tuple[int, int]) -> dict[str, list[int]]:
+    """The C driver's exchanges, by series, in nanoseconds."""
+    columns = zip(*run_driver(directory, "measure", count, spin_s, cpus), strict=True)
+    return {f"C: {name}": list(column) for name, column in zip(SERIES, columns, strict=False)}
+
+
+def run_driver(directory: Path, mode: str, count: int, spin_s: float, cpus: tuple[int, int]) -> list[list[int]]:
+    """The numbers of each line that the C driver prints."""
+    driver = directory / "driver"
+    if not driver.exists():
+        include = f"-I{ROOT / 'dsparkd' / 'native'}"
+        subprocess.run(["cc", "-std=c11", "-O2", include, str(DRIVER), "-o", str(driver), "-lpthread"], check=True)
+    command = [str(driver), mode, str(count), str(round(spin_s * 1e9)), *map(str, cpus)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [[int(word) for word in line.split()] for line in told.splitlines()]
+
+
 def percentiles(values: list[int]) -> dict[str, float]:
     """p50, p99 and the largest, in microseconds."""
     ordered = sorted(values)
@@ -178,13 +201,15 @@ def percentiles(values: list[int]) -> dict[str, float]:
     return {name: ordered[last * share // 100] / 1e3 for name, share in (("p50", 50), ("p99", 99), ("max", 100))}
 
 
-def measure(count: int, cpus: tuple[int, int], busy_gpus: bool) -> Figures:
+def measure(directory: Path, count: int, cpus: tuple[int, int], busy_gpus: bool) -> Figures:
     """Run both ranks and put their figures together, by kind and series. Raises RuntimeError when a rank fails."""
     kinds = {"native": make_shared(SPIN_S), "native, spin 0": make_shared(0.0)}
     peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     loads = [fork(partial(keep_gpu_busy, index)) for index in (0, 1)] if busy_gpus else []
     if loads:
         time.sleep(20)  # until both have loaded CUDA and run
+    floor = [line[0] for line in run_driver(directory, "floor", count, 0.0, cpus)]
+    alone = {name: run_c(directory, count, shared.spin_s, cpus) for name, shared in kinds.items()}
     children = [fork(partial(run_rank, rank, cpus[rank], kinds, peers[rank], count)) for rank in (0, 1)]
     told = []
     for pid, pipe in children:
@@ -200,11 +225,13 @@ def measure(count: int, cpus: tuple[int, int], busy_gpus: bool) -> Figures:
     figures: Figures = {}
     for name in kinds:
         parts = [rank["natives"][name] for rank in both]
-        figures[name] = {
+        figures[name] = {series: percentiles(values) for series, values in alone[name].items()}
+        figures[name] |= {
             series: percentiles(parts[0]["series"][series] + parts[1]["series"][series]) for series in SERIES
         }
         share = sum(part["syscalls"] for part in parts) / sum(part["calls"] for part in parts)
         figures[name]["counts"] = {"exchanges": parts[0]["calls"], "syscalls per exchange": share}
+    figures["native, spin 0"]["C: waking"] = percentiles(floor)
     gloo = [rank["gloo"] for rank in both]
     figures["gloo"] = {"loop": percentiles(gloo[0] + gloo[1]), "counts": {"exchanges": len(gloo[0])}}
     return figures
@@ -237,7 +264,8 @@ def main(argv: list[str]) -> int:
         parser.error("name two cores: each rank has one to itself")
     begun = time.perf_counter()
     load = os.getloadavg()[0]
-    figures = measure(arguments.count, (cpus[0], cpus[1]), arguments.busy_gpus)
+    with tempfile.TemporaryDirectory() as name:
+        figures = measure(Path(name), arguments.count, (cpus[0], cpus[1]), arguments.busy_gpus)
     verdicts = judge(figures)
     result = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, cores {cpus} used",
@@ -261,7 +289,7 @@ def render(result: dict[str, object], figures: Figures, verdicts: list[dict[str,
         for name, values in series.items():
             if name != "counts":
                 lines.append(
-                    f"  {name:<12} p50 {values['p50']:9.2f}  p99 {values['p99']:9.2f}  max {values['max']:11.2f}"
+                    f"  {name:<14} p50 {values['p50']:9.2f}  p99 {values['p99']:9.2f}  max {values['max']:11.2f}"
                 )
     for verdict in verdicts:
         state = "ok" if verdict["ok"] else "OVER"

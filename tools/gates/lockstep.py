@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+from dsparkd import metrics
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, PeerError
 from dsparkd.ipc.channel import Channel
 from dsparkd.messages import (
@@ -322,8 +323,25 @@ def wakes(line: Line, dice: random.Random, count: int) -> None:
             break
     line.add("wakes", number + 1)
     life.stop(dice.randint(0, 1), 0.0)
-    compare(line, life.finish(line))
+    reports = life.finish(line)
+    compare(line, reports)
+    add_wake_times(line, reports)
     life.check_answers(line)
+
+
+def add_wake_times(line: Line, reports: list[dict[str, object]]) -> None:
+    """Add what it took from a waking message to the first step: a figure, which decides nothing."""
+    told = [report.get("unparks") for report in reports]
+    counts = [sum(column) for column in zip(*(each for each in told if isinstance(each, list) and each), strict=True)]
+    if not counts:
+        return
+    *buckets, _seconds = counts
+    reached, all_wakes = 0.0, sum(buckets)
+    for edge, count in zip((*metrics.UNPARK_SECONDS.buckets, float("inf")), buckets, strict=True):
+        reached += count
+        for name, share in (("wake_p50_ms", 0.5), ("wake_p99_ms", 0.99)):
+            if reached >= share * all_wakes:
+                line.counts.setdefault(name, 1e3 * edge)
 
 
 def one_side(line: Line, dice: random.Random, seconds: float) -> None:
