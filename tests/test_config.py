@@ -255,6 +255,12 @@ def test_exactly_one_cache_budget_is_set(tmp_path: Path) -> None:
     assert on_cuda.kv.device_fraction == 0.5
 
 
+@pytest.mark.parametrize("name", ["dsparkd.toml", "dev.toml", "prod.toml"])
+def test_every_shipped_configuration_agrees_through_shared_memory(name: str) -> None:
+    """X-05: native on cpu and cuda; gloo is a choice that somebody makes, never what the server falls back to."""
+    assert load(ROOT / "conf" / name).exchange.kind == "native"
+
+
 def test_the_native_exchange_needs_metrics(tmp_path: Path) -> None:
     """X-05: off is a start failure that names both keys; with gloo it is allowed."""
     off: Tables = {"metrics": {"enabled": False}}

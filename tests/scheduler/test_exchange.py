@@ -302,6 +302,27 @@ def test_metrics_are_flushed_when_a_rank_parks(pair):
     assert values["dsparkd_parks_total\x000"] == 1
 
 
+def test_the_time_of_agreements_is_counted_by_phase(lab, pair, runner):
+    """M-02, X-32: the native kind tells a late peer from the exchange itself; gloo knows only the whole."""
+    for number in range(20):
+        pair.ranks[number % 2].submit(lab.request(f"p{number}", 5, max_tokens=3))
+    runner.wait_for(lambda: sum(len(rank.deltas) for rank in pair.ranks) == 20)
+    runner.stop()
+    for rank in pair.ranks:
+        spent = {
+            phase: rank.value("dsparkd_exchange_seconds_total", "plan", phase)
+            for phase in ("total", "peer_wait", "arrival_skew", "after_last")
+        }
+        assert spent["total"] > 0
+        if pair.kind == "native":
+            assert spent["total"] >= spent["peer_wait"] > 0
+            assert spent["total"] >= spent["after_last"] > 0
+            assert spent["arrival_skew"] > 0
+            assert rank.value("dsparkd_exchange_sleeps_total", "plan") >= 0
+        else:
+            assert {phase for phase, seconds in spent.items() if seconds} == {"total"}
+
+
 def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):
     """R38: the parent's end wakes the rank, which fails, and with it its peer, instead of sleeping for ever."""
     runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
