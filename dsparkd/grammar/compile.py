@@ -16,8 +16,8 @@ _MAX_REGEX_COUNT = 64
 _PATTERN = re.compile(r'^(?P<rule>[A-Za-z0-9_]+) ::= Regex\((?P<text>".*")(?:, json_string=true)?\)$', re.MULTILINE)
 # What XGrammar takes for a character of a string with length bounds: raw control characters, which no JSON text has.
 _LOOSE_CHARACTER = re.compile(r'^([A-Za-z0-9_]+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$', re.MULTILINE)
-# No literal ends like this: inside one, a quotation mark has a backslash before it.
-_QUOTED_RULE = re.compile(r'(?<!\\)"\\"" ([A-Za-z0-9_]+) "\\""')
+# A name between the ends of two literals is a reference; inside a literal, a quotation mark has a backslash before it.
+_QUOTED_RULE = re.compile(r'"\\"" ([A-Za-z0-9_]+) "\\""')
 _EBNF_ESCAPES = re.compile(r"\\(.)")
 _EBNF_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 

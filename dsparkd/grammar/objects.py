@@ -52,12 +52,12 @@ class ObjectMerge:
             return f"{element.at}/additionalProperties"
         if "unevaluatedProperties" not in schema:
             return None
-        if any("additionalProperties" in self._inspection.schema_at(other) for other in self._elements):
-            return None  # which evaluates every property
         within = self._inspection.in_place(element.at)
         if any(other.at not in within for other in self._elements):
             self._inspection.refuse(f"{element.at}/unevaluatedProperties", "beside other schemas it cannot be enforced")
             return None
+        if any("additionalProperties" in self._inspection.schema_at(other) for other in self._elements):
+            return None  # which evaluates every property
         return f"{element.at}/unevaluatedProperties"
 
     def shape(self) -> Shape:

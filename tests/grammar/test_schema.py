@@ -112,6 +112,11 @@ EXACT: dict[str, tuple[Schema, list[str], list[str]]] = {
         ["3", '"a"'],
     ),
     "an enum keeps only what the type admits": ({"enum": [1, "a", None], "type": ["string", "null"]}, ['"a"'], ["1"]),
+    "what a keyword says of strings leaves the numbers of an enum alone": (
+        {"enum": [7, "a", "ab"], "minLength": 2},
+        ["7", '"ab"'],
+        ['"a"'],
+    ),
     "oneOf with a discriminator is exact": (
         {
             "oneOf": [
@@ -143,6 +148,11 @@ EXACT: dict[str, tuple[Schema, list[str], list[str]]] = {
         objects(properties={"v": {"type": "integer"}, "c": {"type": "array", "items": {"$ref": "#"}}}, required=["v"]),
         ['{"v":1,"c":[{"v":2,"c":[]}]}'],
         ['{"v":1,"c":[{}]}'],
+    ),
+    "unevaluatedProperties sees what its own allOf names": (
+        {"allOf": [objects(properties={"a": {}})], "unevaluatedProperties": False, "properties": {"b": {}}},
+        ['{"b":1,"a":2}', "{}"],
+        ['{"c":1}'],
     ),
     "a forbidden property is left out": (objects(properties={"a": False, "b": {}}), ['{"b":1}'], ['{"a":1}']),
     "a branch that nothing satisfies is left out": ({"anyOf": [False, {"type": "null"}]}, ["null"], ["1"]),
@@ -203,6 +213,7 @@ REFUSED: list[tuple[object, str, str]] = [
     ({"type": "array", "contains": {"const": 1}}, "unsupported_schema", "/contains"),
     (objects(dependentRequired={"a": ["b"]}), "unsupported_schema", "/dependentRequired"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "unsupported_schema", "/oneOf"),
+    ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "unsupported_schema", "/oneOf"),
     ({"oneOf": [{"minimum": 1}, {"type": "integer"}]}, "unsupported_schema", "/oneOf"),
     ({"oneOf": [objects(properties={"a": {}}, required=["a"]), objects()]}, "unsupported_schema", "/oneOf"),
     ({"allOf": [strings(pattern="^a"), strings(pattern="b$")]}, "unsupported_schema", "/allOf/1/pattern"),
@@ -216,6 +227,11 @@ REFUSED: list[tuple[object, str, str]] = [
     ({"type": "number", "minimum": 0.0000001}, "unsupported_schema", "/minimum"),
     (objects(minProperties=2), "unsupported_schema", "/minProperties"),
     (objects(patternProperties={"a": {}, "b": {}}), "unsupported_schema", "/patternProperties"),
+    (
+        {"allOf": [objects(properties={"a": {}}, unevaluatedProperties=False), objects(additionalProperties=True)]},
+        "unsupported_schema",
+        "/allOf/0/unevaluatedProperties",
+    ),
     ({"properties": {"a": {"$id": "http://x/y", "$ref": "#/z"}}}, "unsupported_schema", "/properties/a/$id"),
     ({"$schema": "http://json-schema.org/draft-04/schema#"}, "unsupported_schema", "/$schema"),
     ({"exclusiveMinimum": True}, "invalid_schema", "/exclusiveMinimum"),
