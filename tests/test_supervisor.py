@@ -317,6 +317,48 @@ def test_nobody_can_connect_before_the_ranks_are_ready() -> None:
             socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
 
+def hold_region(server: Server) -> int:
+    """A descriptor of the exchange's region, which outlives the server."""
+    directory = f"/proc/{server.pid}/fd"
+    (number,) = [name for name in os.listdir(directory) if "dsparkd-exchange" in os.readlink(f"{directory}/{name}")]
+    return os.open(f"{directory}/{number}", os.O_RDONLY)
+
+
+def stop_word(region: int) -> int:
+    """Whether somebody has ended all waits: contracts 4.1, offset 0x50."""
+    word = os.pread(region, 4, 0x50)
+    os.close(region)
+    return int.from_bytes(word, "little")
+
+
+def test_an_unexpected_end_also_ends_the_waits_of_the_ranks(server: Server) -> None:
+    """L-38: `stop` is set in the exchange region: a rank that sleeps there leaves at once."""
+    region = hold_region(server)
+    os.kill(server.children()["detokenizer"], signal.SIGKILL)
+    assert server.wait_exit(30) == 70
+    assert stop_word(region) == 1
+
+
+def test_an_orderly_stop_leaves_the_waits_to_the_ranks(server: Server) -> None:
+    """X-27: the ranks agree on their last exchange; a stop word would part them."""
+    region = hold_region(server)
+    assert server.stop(30) == 0
+    assert stop_word(region) == 0
+
+
+def test_a_stop_that_takes_too_long_ends_the_waits() -> None:
+    """X-24: after shutdown.barrier_timeout_s a rank may wait for one that never comes."""
+    with fake_server({"shutdown": {"barrier_timeout_s": 0.2}}, rank1="hang_at_shutdown") as server:
+        server.wait_ready(30)
+        region = hold_region(server)
+        server.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20  # far below exit_timeout_s, when the failure would set it
+        while stop_word(os.dup(region)) == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.process.poll() is None
+        assert stop_word(region) == 1
+
+
 def test_children_hold_only_their_own_descriptors(server: Server) -> None:
     """decisions 13: 0, 1, 2 and the sockets of the wiring, nothing of the parent's or of a sibling's.
 
