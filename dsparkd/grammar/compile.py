@@ -7,7 +7,7 @@ import re
 
 import xgrammar
 
-from dsparkd.grammar import pattern
+from dsparkd.grammar import matching, pattern, spelling
 from dsparkd.messages import Grammar
 
 # Above it, XGrammar counts characters faster in rules than in a Regex: 0.04 ms a mask against 8 to 50 ms.
@@ -69,8 +69,8 @@ def _exact_rule(found: re.Match[str], inlined: dict[str, str]) -> str:
     rule, quoted = found["rule"], found["text"]
     text = _EBNF_ESCAPES.sub(lambda escape: _EBNF_CONTROLS.get(escape[1], escape[1]), quoted[1:-1])
     node = pattern.whole(pattern.parse(text, is_own=True))
-    if pattern.longest_count(node) > _MAX_REGEX_COUNT:
-        expression, rules = pattern.ebnf(node, rule)
+    if matching.longest_count(node) > _MAX_REGEX_COUNT:
+        expression, rules = spelling.ebnf(node, rule)
         inlined[rule] = expression
         return "\n".join([f"{rule} ::= {expression}", *rules])
     return f"{rule} ::= Regex({quoted})"

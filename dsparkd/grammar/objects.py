@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dsparkd.grammar import pattern
+from dsparkd.grammar import matching, pattern
 from dsparkd.grammar.inspection import Conjunction, Element, Inspection, NeverError, as_list, escape
 from dsparkd.grammar.shape import Anything, Objects, Shape, Strings, UndecidedError, Values, admits
 
@@ -105,7 +105,7 @@ class ObjectMerge:
 
     def _matches(self, node: pattern.Node, name: str) -> bool:
         try:
-            return pattern.matches(node, name)
+            return matching.matches(node, name)
         except pattern.PatternError as error:
             at = self._inspection.first_place(self._elements, ("patternProperties", "propertyNames"))
             self._inspection.fail(at, f"a pattern is {error}", code="grammar_too_large")
@@ -186,7 +186,7 @@ class ObjectMerge:
             return ()
         if not names:
             return ((None, shape.others),)
-        node, is_complete = pattern.excluding(names, MAX_KEY_NODES)
+        node, is_complete = matching.excluding(names, MAX_KEY_NODES)
         if not is_complete:
             self._inspection.warn("narrower", at, "other properties do not begin like a listed one")
         return ((node, shape.others),)
@@ -203,7 +203,7 @@ class ObjectMerge:
         if len(nodes) > MAX_KEY_PATTERNS:
             self._inspection.fail(at, f"more than {MAX_KEY_PATTERNS} patterns", code="grammar_too_large")
         overlapping = any(
-            not pattern.are_disjoint(one, other) for index, one in enumerate(nodes) for other in nodes[:index]
+            not matching.are_disjoint(one, other) for index, one in enumerate(nodes) for other in nodes[:index]
         )
         if overlapping:
             self._inspection.refuse(at, "its patterns do not plainly exclude each other")
@@ -213,7 +213,7 @@ class ObjectMerge:
                 continue
             if any(self._matches(node, name) for name in names):
                 if node == pattern.searched(pattern.EMPTY):
-                    node, _ = pattern.excluding(names, MAX_KEY_NODES)
+                    node, _ = matching.excluding(names, MAX_KEY_NODES)
                 else:
                     self._inspection.warn(
                         "narrower", at, "a pattern that a listed name matches generates no other keys"

@@ -1,4 +1,4 @@
-"""Regular expressions of schemas: read as ECMA-262 means them, written again as the text that XGrammar is to match.
+"""Regular expressions of schemas, read as ECMA-262 means them.
 
 XGrammar takes a `pattern` for the raw text between the quotes and for the whole of it, and drops what it does not know;
 the standard means the string's value and any part of it. So a pattern is parsed here and written out anew: searching
@@ -8,7 +8,7 @@ made explicit, and every character in the one spelling that JSON text has for it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn, assert_never
 
@@ -19,8 +19,6 @@ MAX_PATTERN_BYTES = 4096
 MAX_OPEN_GROUPS = 32
 # Positions that a pattern has once its counts are written out. XGrammar pays for each with a walk over the vocabulary.
 MAX_POSITIONS = 2000
-MAX_MATCH_STEPS = 50_000
-_LONGEST = 1 << 31  # stands for "no limit" in lengths
 
 
 class PatternError(Exception):
@@ -119,10 +117,13 @@ _SPACE = normalized(
     )
 )
 _NEWLINE = normalized([(10, 10), (13, 13), (0x2028, 0x2029)])
-_SURROGATE: Ranges = ((0xD800, 0xDFFF),)
+SURROGATE: Ranges = ((0xD800, 0xDFFF),)
 # A string of JSON holds characters; a lone surrogate is none.
-ANY: Ranges = complement(_SURROGATE)
+ANY: Ranges = complement(SURROGATE)
 ANY_TEXT = Repeat(Class(ANY), 0, None)
+# What JSON text can only spell with a backslash, and all other characters.
+MUST_ESCAPE = normalized([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
+JSON_PLAIN = intersection(ANY, complement(MUST_ESCAPE))
 
 _SHORTHANDS = {
     "d": _DIGIT,
@@ -267,7 +268,7 @@ class _Parser:
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
                 high = self._member()
-                if not (_is_one(low) and _is_one(high)):
+                if not (is_one(low) and is_one(high)):
                     self._refuse("a range that ends in a class")
                 if high[0][0] < low[0][0]:
                     self._refuse("a range whose ends are in the wrong order")
@@ -331,7 +332,7 @@ class _Parser:
         return code
 
 
-def _is_one(ranges: Ranges) -> bool:
+def is_one(ranges: Ranges) -> bool:
     return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
 
 
@@ -411,396 +412,3 @@ def _has_anchor(node: Node) -> bool:
             return False
         case _:
             assert_never(node)
-
-
-def lengths(node: Node) -> tuple[int, int | None]:
-    """Fewest and most characters of a match of an anchor-free pattern; most None is without limit."""
-    least, most = _lengths(node)
-    return least, None if most >= _LONGEST else most
-
-
-def _lengths(node: Node) -> tuple[int, int]:
-    match node:
-        case Class(ranges):
-            return (1, 1) if ranges else (_LONGEST, 0)
-        case Sequence_(parts):
-            pairs = [_lengths(part) for part in parts]
-            return min(_LONGEST, sum(low for low, _ in pairs)), min(_LONGEST, sum(high for _, high in pairs))
-        case Choice(branches):
-            pairs = [_lengths(branch) for branch in branches]
-            return min(low for low, _ in pairs), max(high for _, high in pairs)
-        case Repeat(part, least, most):
-            low, high = _lengths(part)
-            longest = high * (most if most is not None else _LONGEST)
-            return min(_LONGEST, low * least), min(_LONGEST, longest)
-        case Anchor():
-            return 0, 0
-        case _:
-            assert_never(node)
-
-
-def matches(node: Node, text: str) -> bool:
-    """Whether an anchor-free pattern matches the whole text. Raises PatternError when that is too much work."""
-    return len(text) in _Matching(text).ends(node, {0})
-
-
-class _Matching:
-    """Finds where matches end, all at once: no backtracking, and no more than MAX_MATCH_STEPS positions looked at."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._steps = 0
-
-    def ends(self, node: Node, starts: set[int]) -> set[int]:
-        """Where matches that begin at any of the starts can end."""
-        self._steps += 1 + len(starts)
-        if self._steps > MAX_MATCH_STEPS:
-            raise PatternError("too much work for a text of this length")
-        text = self._text
-        match node:
-            case Class(ranges):
-                return {at + 1 for at in starts if at < len(text) and _holds(ranges, ord(text[at]))}
-            case Sequence_(parts):
-                for part in parts:
-                    starts = self.ends(part, starts)
-                return starts
-            case Choice(branches):
-                return set[int]().union(*(self.ends(branch, starts) for branch in branches))
-            case Repeat(part, least, most):
-                return self._repeated(part, least, most, starts)
-            case Anchor():
-                return starts
-            case _:
-                assert_never(node)
-
-    def _repeated(self, part: Node, least: int, most: int | None, starts: set[int]) -> set[int]:
-        for _ in range(least):
-            following = self.ends(part, starts)
-            if following == starts:
-                break
-            starts = following
-        found = set(starts)
-        count = least
-        while starts and (most is None or count < most):
-            starts = self.ends(part, starts) - found
-            found |= starts
-            count += 1
-        return found
-
-
-def _holds(ranges: Ranges, code: int) -> bool:
-    return any(low <= code <= high for low, high in ranges)
-
-
-def first_classes(node: Node, count: int = 16) -> list[Ranges]:
-    """Classes of the leading characters that every match has, as far as the pattern is a plain sequence there."""
-    found: list[Ranges] = []
-    parts = list(node.parts) if isinstance(node, Sequence_) else [node]
-    while parts and len(found) < count:
-        part = parts.pop(0)
-        if isinstance(part, Sequence_):
-            parts = [*part.parts, *parts]
-        elif isinstance(part, Class):
-            found.append(part.ranges)
-        elif isinstance(part, Repeat) and part.least > 0 and isinstance(part.part, Class):
-            found.append(part.part.ranges)
-            if part.least > 1:
-                parts = [Repeat(part.part, part.least - 1, part.most), *parts]
-            elif part.most != 1:
-                break
-        else:
-            break
-    return found
-
-
-def are_disjoint(first: Node, second: Node) -> bool:
-    """Whether it is plain that no text matches both."""
-    pairs = zip(first_classes(first), first_classes(second), strict=False)
-    if any(not intersection(a, b) for a, b in pairs):
-        return True
-    (least_a, most_a), (least_b, most_b) = lengths(first), lengths(second)
-    return (most_a is not None and most_a < least_b) or (most_b is not None and most_b < least_a)
-
-
-def only_repeat(node: Node) -> Repeat | None:
-    """The pattern as the repetition of one class, if it is nothing else."""
-    while isinstance(node, Sequence_) and len(node.parts) == 1:
-        node = node.parts[0]
-    if isinstance(node, Class):
-        return Repeat(node, 1, 1)
-    return node if isinstance(node, Repeat) and isinstance(node.part, Class) else None
-
-
-def not_empty(node: Node) -> Node | None:
-    """The pattern without the empty text, where it is a choice between it and longer ones."""
-    if isinstance(node, Sequence_) and len(node.parts) == 1:
-        return not_empty(node.parts[0])
-    if isinstance(node, Choice):
-        longer = tuple(branch for branch in node.branches if lengths(branch) != (0, 0))
-        return Choice(longer) if longer and all(lengths(branch)[0] > 0 for branch in longer) else None
-    if isinstance(node, Repeat) and node.least == 0 and lengths(node.part)[0] > 0:
-        return Repeat(node.part, 1, node.most)
-    return None
-
-
-def within(node: Node, least: int, most: int | None) -> tuple[Node, bool] | None:
-    """The pattern cut to texts of some lengths, and whether it has all of them; None when no cut is found.
-
-    Repetitions are given bounds that keep the whole within the lengths.
-    """
-    shortest, longest = lengths(node)
-    if shortest >= least and (most is None or (longest is not None and longest <= most)):
-        return node, True
-    repeated = only_repeat(node)
-    if repeated is not None:
-        ends = [bound for bound in (repeated.most, most) if bound is not None]
-        return Repeat(repeated.part, max(repeated.least, least), min(ends, default=None)), True
-    if (least, most) == (1, None) and (trimmed := not_empty(node)) is not None:
-        return trimmed, True
-    if least > shortest:
-        raised = _raised(node, least - shortest)
-        if raised is None:
-            return None
-        node = raised
-    if most is not None:
-        capped = _capped(node, most)
-        if capped is None:
-            return None
-        node = capped
-    return node, False
-
-
-def _raised(node: Node, missing: int) -> Node | None:
-    """The pattern with one repetition of a class made longer."""
-    parts: list[Node] = list(node.parts) if isinstance(node, Sequence_) else [node]
-    for index, part in enumerate(parts):
-        if isinstance(part, Repeat) and isinstance(part.part, Class):
-            least = part.least + missing
-            if part.most is None or part.most >= least:
-                parts[index] = Repeat(part.part, least, part.most)
-                return Sequence_(tuple(parts))
-        below = _raised(part, missing) if isinstance(part, Sequence_) else None
-        if below is not None:
-            parts[index] = below
-            return Sequence_(tuple(parts))
-    return None
-
-
-def _capped(node: Node, most: int) -> Node | None:
-    """The pattern with repetitions of at most as many times as the length allows."""
-    low, high = -1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        longest = lengths(_with_cap(node, middle))[1]
-        low, high = (middle, high) if longest is not None and longest <= most else (low, middle - 1)
-    return _with_cap(node, low) if low >= 0 else None
-
-
-def _with_cap(node: Node, cap: int) -> Node:
-    match node:
-        case Repeat(part, least, most):
-            return Repeat(_with_cap(part, cap), least, max(least, cap if most is None else min(most, cap)))
-        case Sequence_(parts):
-            return Sequence_(tuple(_with_cap(part, cap) for part in parts))
-        case Choice(branches):
-            return Choice(tuple(_with_cap(branch, cap) for branch in branches))
-        case _:
-            return node
-
-
-def without_long_escapes(node: Node, longest: int) -> tuple[Node, bool]:
-    """The pattern with only plain characters in classes that repeat more than `longest` times, and whether all is left.
-
-    XGrammar is fast in counting characters, and slow in counting what may be a character or an escape.
-    """
-    match node:
-        case Repeat(Class(ranges), least, most) if max(least, most or 0) > longest:
-            plain = intersection(ranges, JSON_PLAIN)
-            return (Repeat(Class(plain), least, most), plain == ranges) if plain else (node, True)
-        case Repeat(part, least, most):
-            found, is_all = without_long_escapes(part, longest)
-            return Repeat(found, least, most), is_all
-        case Sequence_(parts):
-            pairs = [without_long_escapes(part, longest) for part in parts]
-            return Sequence_(tuple(part for part, _ in pairs)), all(is_all for _, is_all in pairs)
-        case Choice(branches):
-            pairs = [without_long_escapes(branch, longest) for branch in branches]
-            return Choice(tuple(branch for branch, _ in pairs)), all(is_all for _, is_all in pairs)
-        case _:
-            return node, True
-
-
-def longest_count(node: Node) -> int:
-    """The largest count of a repetition."""
-    match node:
-        case Repeat(part, least, most):
-            return max(least, most or 0, longest_count(part))
-        case Sequence_(parts):
-            return max(map(longest_count, parts), default=0)
-        case Choice(branches):
-            return max(map(longest_count, branches))
-        case _:
-            return 0
-
-
-def excluding(names: Sequence[str], max_nodes: int) -> tuple[Node, bool]:
-    """A pattern of texts that are none of the names, and whether it has all of them.
-
-    It follows the names' characters as far as max_nodes allow; below, every text that begins like a name is left out.
-    """
-    longest = max((len(name) for name in names), default=0)
-    depth, nodes = min(1, longest), 1
-    while depth < longest:
-        nodes += len({name[:depth] for name in names if len(name) >= depth})
-        if nodes > max_nodes:
-            break
-        depth += 1
-    return _outside(set(names), depth), all(len(name) <= depth for name in names)
-
-
-def _outside(rests: set[str], depth: int) -> Node:
-    heads = sorted({rest[0] for rest in rests if rest})
-    others = intersection(ANY, complement(normalized((ord(head), ord(head)) for head in heads)))
-    branches: list[Node] = [] if "" in rests else [EMPTY]
-    branches.append(Sequence_((Class(others), ANY_TEXT)))
-    if depth > 0:
-        for head in heads:
-            below = {rest[1:] for rest in rests if rest[:1] == head}
-            if depth > 1 or below == {""}:
-                branches.append(Sequence_((literal(head), _outside(below, depth - 1))))
-    return Choice(tuple(branches))
-
-
-def ebnf(node: Node, name: str) -> tuple[str, list[str]]:
-    """An anchor-free pattern as an EBNF expression and the rules that it needs; their names begin with `name`."""
-    rules: list[str] = []
-
-    def write(part: Node) -> str:
-        match part:
-            case Class(ranges):
-                return _ebnf_class(ranges)
-            case Sequence_(parts):
-                return f"({' '.join(map(write, parts))})" if parts else '""'
-            case Choice(branches):
-                return f"({' | '.join(map(write, branches))})"
-            case Repeat(repeated, least, most):
-                index = len(rules)
-                rules.append("")  # keeps the number
-                rules[index] = f"{name}_{index} ::= {write(repeated)}"
-                return f"{name}_{index}{{{least},{'' if most is None else most}}}"
-            case Anchor():
-                raise AssertionError("anchors are gone before a pattern is written")
-            case _:
-                assert_never(part)
-
-    if isinstance(node, Sequence_) and node.parts:
-        return " ".join(map(write, node.parts)), rules
-    return write(node), rules
-
-
-def _ebnf_class(ranges: Ranges) -> str:
-    """XGrammar is far faster with a class of most characters when it is written by those that it lacks."""
-    if ranges and ranges[-1][1] == MAX_CODE_POINT:
-        lacking = complement(normalized([*ranges, *_SURROGATE]))
-        if lacking:
-            return f"[^{''.join(_ebnf_range(low, high) for low, high in lacking)}]"
-    return f"[{''.join(_ebnf_range(low, high) for low, high in ranges)}]"
-
-
-def _ebnf_range(low: int, high: int) -> str:
-    return f"\\U{low:08x}" + (f"-\\U{high:08x}" if high > low else "")
-
-
-# Characters that JSON text can only spell with a backslash, each by the shortest spelling.
-_SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
-_MUST_ESCAPE = normalized([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
-JSON_PLAIN = intersection(ANY, complement(_MUST_ESCAPE))
-
-
-def json_text(node: Node) -> str:
-    """Write an anchor-free pattern of string values as a pattern of the JSON text between the quotes."""
-    return _write(node, json=True, allowed=ANY)
-
-
-def plain_text(node: Node, *, without: str = "") -> str:
-    """Write an anchor-free pattern as it stands; characters of `without` are matched nowhere."""
-    left_out = normalized((ord(character), ord(character)) for character in without)
-    return _write(node, json=False, allowed=intersection(ANY, complement(left_out)))
-
-
-def _write(node: Node, *, json: bool, allowed: Ranges) -> str:
-    match node:
-        case Class(ranges):
-            return _write_class(intersection(ranges, allowed), json=json)
-        case Sequence_(parts):
-            return "".join(_write(part, json=json, allowed=allowed) for part in parts)
-        case Choice(branches):
-            return f"(?:{'|'.join(_write(branch, json=json, allowed=allowed) for branch in branches)})"
-        case Repeat(part, least, most):
-            text = _write(part, json=json, allowed=allowed)
-            if not text or most == 0:
-                return ""
-            # A class may have become one escape, which is two characters or more.
-            is_unit = isinstance(part, Class) and (len(text) == 1 or text[0] in "[(")
-            return (text if is_unit else f"(?:{text})") + _count_text(least, most)
-        case Anchor():
-            raise AssertionError("anchors are gone before a pattern is written")
-        case _:
-            assert_never(node)
-
-
-def _count_text(least: int, most: int | None) -> str:
-    match least, most:
-        case 0, None:
-            return "*"
-        case 1, None:
-            return "+"
-        case 0, 1:
-            return "?"
-        case 1, 1:
-            return ""
-        case _, None:
-            return f"{{{least},}}"
-        case _:
-            return f"{{{least}}}" if least == most else f"{{{least},{most}}}"
-
-
-def _write_class(ranges: Ranges, *, json: bool) -> str:
-    if not ranges:
-        raise PatternError("a class without any character that text can hold")
-    if not json:
-        return _write_set(ranges)
-    plain = intersection(ranges, JSON_PLAIN)
-    branches = [_write_set(plain)] if plain else []
-    branches += _write_escapes(
-        [code for low, high in intersection(ranges, _MUST_ESCAPE) for code in range(low, high + 1)]
-    )
-    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
-
-
-def _write_escapes(codes: list[int]) -> list[str]:
-    """Escapes of the codes, each in one spelling only, so that no two texts are one name."""
-    short = normalized((ord(_SHORT_ESCAPES[code]),) * 2 for code in codes if code in _SHORT_ESCAPES)
-    branches = ["\\\\" + _write_set(short)] if short else []
-    for high in (0, 1):
-        digits = normalized(
-            (ord(f"{code & 15:x}"),) * 2 for code in codes if code >> 4 == high and code not in _SHORT_ESCAPES
-        )
-        if digits:
-            branches.append(f"\\\\u00{high}{_write_set(digits)}")
-    return branches
-
-
-def _write_set(ranges: Ranges) -> str:
-    if _is_one(ranges) and chr(ranges[0][0]).isascii() and chr(ranges[0][0]).isalnum():
-        return chr(ranges[0][0])
-    items = (_write_code(low) + (f"-{_write_code(high)}" if high > low else "") for low, high in ranges)
-    return f"[{''.join(items)}]"
-
-
-def _write_code(code: int) -> str:
-    if chr(code).isascii() and chr(code).isalnum():
-        return chr(code)
-    if code > 0xFFFF:
-        return f"\\u{{{code:x}}}"
-    return f"\\u{code:04x}"  # XGrammar's EBNF reads more digits than two after \\x

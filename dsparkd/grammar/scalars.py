@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 
-from dsparkd.grammar import pattern
+from dsparkd.grammar import matching, pattern, spelling
 from dsparkd.grammar.inspection import Conjunction, Inspection, NeverError
 from dsparkd.grammar.key import INT64_MAX, INT64_MIN
 from dsparkd.grammar.keywords import FORMATS
@@ -145,7 +145,7 @@ class ScalarMerge:
         nodes[text] = node
 
     def _require_possible(self, node: pattern.Node, least: int, most: int | None, at: str) -> None:
-        shortest, longest = pattern.lengths(node)
+        shortest, longest = matching.lengths(node)
         if (most is not None and shortest > most) or (longest is not None and longest < least):
             raise NeverError(at)
 
@@ -156,7 +156,7 @@ class ScalarMerge:
         if node is None and least == 0 and most is None:
             return None
         bounds_at = self._inspection.first_place(elements, ("maxLength", "minLength", "pattern", "format"))
-        cut = pattern.within(node or pattern.ANY_TEXT, least, most)
+        cut = matching.within(node or pattern.ANY_TEXT, least, most)
         if cut is None:
             self._inspection.refuse(bounds_at, "these length bounds cannot be enforced beside its pattern or format")
             cut = node or pattern.ANY_TEXT, True
@@ -165,11 +165,11 @@ class ScalarMerge:
             self._inspection.warn(
                 "narrower", bounds_at, "its repetitions are bounded so that every match keeps to the length"
             )
-        found, is_all = pattern.without_long_escapes(found, MAX_ESCAPED_COUNT)
+        found, is_all = matching.without_long_escapes(found, MAX_ESCAPED_COUNT)
         if not is_all:
             self._inspection.warn("narrower", bounds_at, "strings with such bounds are generated without escapes")
         try:
-            pattern.json_text(found)
+            spelling.json_text(found)
         except pattern.PatternError:
             raise NeverError(bounds_at) from None
         return found

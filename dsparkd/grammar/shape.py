@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
-from dsparkd.grammar import pattern
+from dsparkd.grammar import matching, pattern
 
 JsonType = Literal["null", "boolean", "integer", "number", "string", "array", "object"]
 
@@ -212,7 +212,7 @@ def admits(shape: Shape, value: object) -> bool:
 
 def _matches(node: pattern.Node, text: str) -> bool:
     try:
-        return pattern.matches(node, text)
+        return matching.matches(node, text)
     except pattern.PatternError as error:
         raise UndecidedError from error
 
@@ -365,7 +365,7 @@ def _disjoint_strings(first: Strings, second: Strings) -> bool:
         return True
     if second.most is not None and second.most < first.least:
         return True
-    return first.node is not None and second.node is not None and pattern.are_disjoint(first.node, second.node)
+    return first.node is not None and second.node is not None and matching.are_disjoint(first.node, second.node)
 
 
 def _disjoint_arrays(first: Arrays, second: Arrays, depth: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsparkd.errors import GrammarError
-from dsparkd.grammar import pattern
+from dsparkd.grammar import pattern, spelling
 from dsparkd.grammar.inspection import MAX_ENUM_VALUES, MAX_LITERAL_BYTES, Policy, Warning_
 from dsparkd.grammar.key import MAX_BYTES, canonical_tag, compact, read_json, require_plain, require_text
 from dsparkd.grammar.schema import Checked, check_schema
@@ -213,7 +213,7 @@ def _regex(source: _Source) -> str:
         raise _error(f"it is longer than {pattern.MAX_PATTERN_BYTES} bytes", "grammar_too_large", source.pointer)
     try:
         node = pattern.whole(pattern.parse(text))
-        pattern.plain_text(node)
+        spelling.plain_text(node)
     except pattern.PatternError as error:
         raise _error(f"the regular expression has {error}", "invalid_grammar", source.pointer) from error
     return text

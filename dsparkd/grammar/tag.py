@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from dsparkd.errors import GrammarError
-from dsparkd.grammar import pattern
+from dsparkd.grammar import pattern, spelling
 from dsparkd.grammar.inspection import MAX_LITERAL_BYTES, Policy, Warning_, escape
 from dsparkd.grammar.key import MAX_DEPTH, read_json
 from dsparkd.grammar.schema import check_schema
@@ -162,7 +162,7 @@ class _TagChecker:
     def _pattern(self, value: object, at: str) -> str:
         text = _checked_text(value, at)
         try:
-            return pattern.plain_text(pattern.whole(pattern.parse(text)))
+            return spelling.plain_text(pattern.whole(pattern.parse(text)))
         except pattern.PatternError as error:
             _fail(at, f"the regular expression has {error}", code="invalid_grammar")
 

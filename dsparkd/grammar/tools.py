@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dsparkd.errors import GrammarError
-from dsparkd.grammar import pattern
+from dsparkd.grammar import spelling
 from dsparkd.grammar.inspection import Policy, Warning_, escape
 from dsparkd.grammar.key import canonical_tag, compact
 from dsparkd.grammar.schema import check_shape
@@ -193,7 +193,7 @@ def _raw(shape: Strings) -> Format:
     """Raw text of a string argument. Where the schema limits it, the marker's first character is left out."""
     if shape.written is None:
         return _grammar(FREE_TEXT)
-    return {"type": "regex", "pattern": pattern.plain_text(shape.written, without=_BAR)}
+    return {"type": "regex", "pattern": spelling.plain_text(shape.written, without=_BAR)}
 
 
 def _grammar(text: str) -> Format:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsparkd.grammar import pattern
+from dsparkd.grammar import matching, pattern, spelling
 from dsparkd.grammar.shape import (
     Anything,
     Arrays,
@@ -78,12 +78,12 @@ class Writer:
     def _string(self, shape: Strings) -> dict[str, object]:
         if shape.written is None:
             return {"type": "string"}
-        bounded = pattern.only_repeat(shape.written)
+        bounded = matching.only_repeat(shape.written)
         if bounded is not None and bounded.part == pattern.Class(pattern.JSON_PLAIN):
             # XGrammar counts these far faster than any pattern; `compile` puts its class of characters right.
             bounds: dict[str, object] = {"minLength": bounded.least or None, "maxLength": bounded.most}
             return {"type": "string"} | _present(bounds)
-        return {"type": "string", "pattern": pattern.json_text(shape.written)}
+        return {"type": "string", "pattern": spelling.json_text(shape.written)}
 
     def _array(self, shape: Arrays) -> dict[str, object]:
         schema: dict[str, object] = {"type": "array"}
@@ -109,7 +109,7 @@ class Writer:
             if node is None:
                 schema["additionalProperties"] = self.schema(below)
             else:
-                keyed[pattern.json_text(node)] = self.schema(below)
+                keyed[spelling.json_text(node)] = self.schema(below)
         if keyed:
             schema["patternProperties"] = keyed
         if shape.least:

@@ -10,7 +10,7 @@ import re
 import pytest
 import xgrammar
 
-from dsparkd.grammar import pattern
+from dsparkd.grammar import matching, pattern, spelling
 from dsparkd.messages import Grammar
 from tests.grammar.bytes_vocabulary import Language, make_compiler
 
@@ -81,7 +81,7 @@ def test_matching_agrees_with_python(seed: int) -> None:
 
     wanted = re.compile(anchored[:-1] + r"\Z" if anchored.endswith("$") else anchored)
     for candidate in TEXTS:
-        assert pattern.matches(node, candidate) == bool(wanted.search(candidate)), (anchored, candidate)
+        assert matching.matches(node, candidate) == bool(wanted.search(candidate)), (anchored, candidate)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -89,12 +89,12 @@ def test_written_pattern_is_read_by_xgrammar_as_the_parsed_one(seed: int) -> Non
     """Escapes, quotation marks and control characters must come out as JSON spells them."""
     rng = random.Random(seed)
     node = pattern.whole(pattern.parse(random_pattern(rng).replace("(?P<", "(?<")))
-    schema = json.dumps({"type": "string", "pattern": pattern.json_text(node)})
+    schema = json.dumps({"type": "string", "pattern": spelling.json_text(node)})
 
     language = Language(make_compiler(), Grammar(kind="json_schema", text=schema))
 
     for candidate in TEXTS:
-        assert language.admits_json(candidate) == pattern.matches(node, candidate), (schema, candidate)
+        assert language.admits_json(candidate) == matching.matches(node, candidate), (schema, candidate)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_ecma_syntax(text: str, found: list[str], missed: list[str]) -> None:
 
     node = pattern.searched(pattern.parse(text))
 
-    assert [one for one in found if not pattern.matches(node, one)] == []
-    assert [one for one in missed if pattern.matches(node, one)] == []
+    assert [one for one in found if not matching.matches(node, one)] == []
+    assert [one for one in missed if matching.matches(node, one)] == []
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_cannot_be_enforced_is_refused(text: str) -> None:
 def test_matching_has_a_bound() -> None:
     """An enum beside a pattern is matched here, and both come from the client."""
     with pytest.raises(pattern.PatternError, match="work"):
-        pattern.matches(pattern.whole(pattern.parse("(a|b|ab)*c")), "ab" * 20_000)
+        matching.matches(pattern.whole(pattern.parse("(a|b|ab)*c")), "ab" * 20_000)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 4), (2, 6), (3, None), (1, None), (5, 5)])
@@ -169,19 +169,19 @@ def test_matching_has_a_bound() -> None:
 def test_cut_to_a_length_is_never_more_than_the_pattern(text: str, least: int, most: int | None) -> None:
     """A slug of at most 63 characters is everyday; XGrammar ignores the length beside a pattern."""
     node = pattern.searched(pattern.parse(text))
-    cut = pattern.within(node, least, most)
+    cut = matching.within(node, least, most)
     candidates = [*TEXTS, "ab1a", "aab1b", "b" * 6, "a1b1a"]
     fitting = {
         one
         for one in candidates
-        if pattern.matches(node, one) and least <= len(one) <= (len(one) if most is None else most)
+        if matching.matches(node, one) and least <= len(one) <= (len(one) if most is None else most)
     }
     if cut is None:
         assert text != "b"
         return
     found, is_all = cut
 
-    kept = {one for one in candidates if pattern.matches(found, one)}
+    kept = {one for one in candidates if matching.matches(found, one)}
 
     assert kept <= fitting
     assert kept == fitting or not is_all
@@ -192,21 +192,21 @@ def test_names_are_excluded_by_themselves_or_by_how_they_begin() -> None:
     names = ["a", "ab", "alpha", "beta", 'q"']
     others = ["", "b", "bet", "betas", "alphas", "al", "abc", "zz", "q", "é"]
 
-    exact, is_all = pattern.excluding(names, 100)
-    short, is_short_all = pattern.excluding(names, 5)
+    exact, is_all = matching.excluding(names, 100)
+    short, is_short_all = matching.excluding(names, 5)
 
     assert is_all
     assert not is_short_all
-    assert [name for name in names if pattern.matches(exact, name) or pattern.matches(short, name)] == []
-    assert [name for name in others if not pattern.matches(exact, name)] == []
-    assert pattern.matches(short, "zz")
+    assert [name for name in names if matching.matches(exact, name) or matching.matches(short, name)] == []
+    assert [name for name in others if not matching.matches(exact, name)] == []
+    assert matching.matches(short, "zz")
 
 
 def test_disjoint_patterns_are_seen_by_their_beginnings_and_lengths() -> None:
     """Only what is plain counts as disjoint: a key that two patterns match would have to satisfy both."""
 
     def disjoint(first: str, second: str) -> bool:
-        return pattern.are_disjoint(*(pattern.searched(pattern.parse(text)) for text in (first, second)))
+        return matching.are_disjoint(*(pattern.searched(pattern.parse(text)) for text in (first, second)))
 
     assert disjoint("^a", "^b")
     assert disjoint("^x_1", "^x_2")
