@@ -248,10 +248,16 @@ def _subtree(walk: Walk, tree: int, order: list[int]) -> tuple[NDArray[np.int64]
 
 def _keep_rows(walk: Walk, tree: int, order: list[int], rows: NDArray[np.int32]) -> None:
     """Write the rows that allow anything to their nodes; the others stay all ones."""
-    usable = rows.any(axis=1)
+    # Bits behind the last id mean nothing and may be set.
+    usable = rows[:, :-1].any(axis=1) | (rows[:, -1] & _last_bits(walk.vocab_size) != 0)
     nodes = np.array(order)[usable]
     walk.mask[tree * walk.num_nodes + nodes] = rows[usable]
     walk.nodes[tree, nodes] = NodeState.USABLE
+
+
+def _last_bits(vocab_size: int) -> np.int32:
+    """The bits of a row's last word that belong to ids."""
+    return np.uint32(0xFFFFFFFF >> (31 - (vocab_size - 1) % 32)).view(np.int32)
 
 
 def _walk_outcome(walk: Walk, tree: int, root: int, late: bool) -> WalkStatus:
@@ -337,4 +343,5 @@ def _scalar_rows(
     next_token[-1] = -1
     next_sibling = np.full(len(drafts), -1)
     ffi_matcher(matcher).traverse_draft_tree(next_token, next_sibling, drafts.copy(), rows, -1.0, None)
-    return rows[: next((place for place, row in enumerate(rows) if not row.any()), len(rows))]
+    row_is_empty = ~rows.any(axis=1)
+    return rows[: int(np.argmax(row_is_empty)) if row_is_empty.any() else len(rows)]

@@ -137,14 +137,16 @@ static bool has_bit(const Visit *visit, int32_t node, int64_t id) {
   return ((uint32_t)row_of(visit, node)[id / 32] >> (id % 32)) & 1U;
 }
 
+/* Whether a row allows any id; bits behind the last id mean nothing and may be set. */
 static bool has_any_bit(const Visit *visit, int32_t node) {
   const int32_t *row = row_of(visit, node);
-  for (int32_t word = 0; word < visit->walk->num_words; word++) {
+  int32_t last = visit->walk->num_words - 1;
+  for (int32_t word = 0; word < last; word++) {
     if (row[word] != 0) {
       return true;
     }
   }
-  return false;
+  return ((uint32_t)row[last] & (UINT32_MAX >> (31 - (visit->walk->vocab_size - 1) % 32))) != 0;
 }
 
 static bool is_late(const dsparkd_walk *walk) {
@@ -361,7 +363,7 @@ static void *run_worker(void *argument) {
 /* Note which request each tree belongs to; false when the batch makes no sense. */
 static bool find_owners(const dsparkd_walk *walk) {
   if (walk->num_trees < 0 || walk->num_nodes < 1 || walk->num_words < 1 || walk->num_matchers < 0 ||
-      walk->vocab_size < 1 || walk->vocab_size > (int64_t)walk->num_words * 32 || walk->max_commits < 0) {
+      walk->vocab_size < 1 || (walk->vocab_size + 31) / 32 != walk->num_words || walk->max_commits < 0) {
     return false;
   }
   for (int32_t tree = 0; tree < walk->num_trees; tree++) {

@@ -330,20 +330,25 @@ def test_a_deadline_that_is_over_shortens_chains_to_their_root(
 
 
 def test_a_grammar_that_no_token_can_follow_is_reported(own_traversal: Traversal) -> None:
-    """O-12: where every token is forbidden the row is not handed on as zeros; the request ends instead."""
+    """O-12: where every token is forbidden the row is not handed on as zeros: the request ends, or the chain does."""
     info = xgrammar.TokenizerInfo([b"a", b"", b""], vocab_size=3, stop_token_ids=[2])
-    tag = '{"type": "structural_tag", "format": {"type": "token", "token": 1}}'
-    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_structural_tag(tag)
-    walk = Walk(np.zeros((1, 2), np.int64), np.zeros((2, 1), np.int32), 3, 1)
-    walk.begin(1)
-    matcher = xgrammar.GrammarMatcher(compiled)
-    walk.add(ffi_matcher(matcher), 0)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    blank = '{"type": "token", "token": 1}'
+    behind = f'{{"type": "sequence", "elements": [{{"type": "const_string", "value": "a"}}, {blank}]}}'
+    walk = Walk(np.zeros((2, 3), np.int64), np.zeros((6, 1), np.int32), 3, 1)
+    walk.begin(2)
+    matchers = [
+        xgrammar.GrammarMatcher(compiler.compile_structural_tag(f'{{"type": "structural_tag", "format": {format}}}'))
+        for format in (blank, behind)
+    ]
+    for tree, matcher in enumerate(matchers):
+        walk.add(ffi_matcher(matcher), tree)
 
     own_traversal.run(walk, 0)
 
-    assert walk.status(0) == WalkStatus.NO_TOKEN
-    assert walk.usable_rows[0] == 0
-    assert (walk.mask == -1).all()
+    assert [walk.status(request) for request in range(2)] == [WalkStatus.NO_TOKEN, WalkStatus.WALKED]
+    assert walk.usable_rows[:2].tolist() == [0, 1]
+    assert (walk.mask[:, 0] & 0b111).tolist() == [0b111] * 3 + [0b001] + [0b111] * 2
 
 
 def test_batches_that_make_no_sense_are_bugs(traversal: Traversal, grammars: list[xgrammar.CompiledGrammar]) -> None:

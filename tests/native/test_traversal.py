@@ -319,6 +319,24 @@ def test_a_chain_is_taken_back_in_one_call(parentheses: xgrammar.CompiledGrammar
     assert walk.usable_rows[0] == 4
 
 
+def test_bits_behind_the_last_id_allow_nothing(parentheses: xgrammar.CompiledGrammar) -> None:
+    """O-12: XGrammar leaves them set or not; a row that has no others is an empty one."""
+    script = Script()
+    opened = script.open()
+    walk = make_walk(2, num_nodes=1)
+    walk.mask[:] = 0
+    walk.mask[:, -1] = 0x7FFFFFFF & ~((1 << PADDED_SIZE % 32) - 1)
+    walk.mask[1, -1] |= 1 << (PADDED_SIZE % 32 - 1)  # the last id
+    matchers = [xgrammar.GrammarMatcher(parentheses) for _ in range(2)]
+    for tree, matcher in enumerate(matchers):
+        walk.add(ffi_matcher(matcher), tree)
+
+    opened.run(walk, 0)
+    opened.close()
+
+    assert [walk.status(request) for request in range(2)] == [WalkStatus.NO_TOKEN, WalkStatus.WALKED]
+
+
 def test_a_deadline_between_two_nodes_keeps_the_rows_before_it(parentheses: xgrammar.CompiledGrammar) -> None:
     """decisions 1: filled rows stay, the chain ends there, the matcher is put back."""
     script = Script()
