@@ -59,8 +59,8 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"
 class Grammar(Message, frozen=True, kw_only=True):
     """What a request's text must match; equal ones share one compiled grammar.
 
-    text: canonical, and what is compiled: a schema or structural tag in canonical JSON, the bytes of a regular
-    expression or EBNF text, a JSON list of the choices. "tool_calls" is a structural tag that names marker tokens.
+    text: canonical, and what is compiled: a schema or structural tag in canonical JSON, a regular expression written
+    anew, the bytes of an EBNF text, a JSON list of the choices. "tool_calls" is a structural tag that names markers.
     max_whitespace: most white space in a row between JSON tokens; 0: no limit. any_whitespace false: one fixed layout.
     """
 

@@ -35,7 +35,7 @@ _DRAFTS = {
 }
 
 
-class Warning_(NamedTuple):
+class SchemaWarning(NamedTuple):
     """Something of a schema that is not enforced as written. pointer: into the request body.
 
     kind: "narrower" what is generated satisfies the schema, but less than it allows; "ignored" a keyword or format that
@@ -87,7 +87,7 @@ class Inspection:
         self._root = root
         self._pointer = pointer
         self._policy = policy
-        self._warnings: dict[Warning_, None] = {}
+        self._warnings: dict[SchemaWarning, None] = {}
         self._names: dict[str, str] = {}  # $anchor and $id -> place
         self._num_properties = 0
         self._num_values = 0
@@ -103,7 +103,7 @@ class Inspection:
         self._inspect(self._root, "", 0)
         self._resolve_all()
 
-    def warnings(self) -> tuple[Warning_, ...]:
+    def warnings(self) -> tuple[SchemaWarning, ...]:
         """What is not enforced as written, the first MAX_WARNINGS of it."""
         return tuple(self._warnings)[:MAX_WARNINGS]
 
@@ -118,7 +118,7 @@ class Inspection:
         self.warn("unsupported", at, message)
 
     def warn(self, kind: Literal["narrower", "ignored", "unsupported"], at: str, message: str) -> None:
-        self._warnings[Warning_(kind, self._pointer + at, message)] = None
+        self._warnings[SchemaWarning(kind, self._pointer + at, message)] = None
 
     def _find_draft(self) -> str:
         if not isinstance(self._root, dict) or "$schema" not in self._root:

@@ -11,13 +11,13 @@ from dsparkd.grammar.pattern import (
     EMPTY,
     JSON_PLAIN,
     Anchor,
+    Chain,
     Choice,
     Class,
     Node,
     PatternError,
     Ranges,
     Repeat,
-    Sequence_,
     complement,
     intersection,
     literal,
@@ -38,7 +38,7 @@ def _lengths(node: Node) -> tuple[int, int]:
     match node:
         case Class(ranges):
             return (1, 1) if ranges else (_LONGEST, 0)
-        case Sequence_(parts):
+        case Chain(parts):
             pairs = [_lengths(part) for part in parts]
             return min(_LONGEST, sum(low for low, _ in pairs)), min(_LONGEST, sum(high for _, high in pairs))
         case Choice(branches):
@@ -75,7 +75,7 @@ class _Matching:
         match node:
             case Class(ranges):
                 return {at + 1 for at in starts if at < len(text) and _holds(ranges, ord(text[at]))}
-            case Sequence_(parts):
+            case Chain(parts):
                 for part in parts:
                     starts = self.ends(part, starts)
                 return starts
@@ -110,10 +110,10 @@ def _holds(ranges: Ranges, code: int) -> bool:
 def first_classes(node: Node, count: int = 16) -> list[Ranges]:
     """Classes of the leading characters that every match has, as far as the pattern is a plain sequence there."""
     found: list[Ranges] = []
-    parts = list(node.parts) if isinstance(node, Sequence_) else [node]
+    parts = list(node.parts) if isinstance(node, Chain) else [node]
     while parts and len(found) < count:
         part = parts.pop(0)
-        if isinstance(part, Sequence_):
+        if isinstance(part, Chain):
             parts = [*part.parts, *parts]
         elif isinstance(part, Class):
             found.append(part.ranges)
@@ -139,7 +139,7 @@ def are_disjoint(first: Node, second: Node) -> bool:
 
 def only_repeat(node: Node) -> Repeat | None:
     """The pattern as the repetition of one class, if it is nothing else."""
-    while isinstance(node, Sequence_) and len(node.parts) == 1:
+    while isinstance(node, Chain) and len(node.parts) == 1:
         node = node.parts[0]
     if isinstance(node, Class):
         return Repeat(node, 1, 1)
@@ -148,7 +148,7 @@ def only_repeat(node: Node) -> Repeat | None:
 
 def not_empty(node: Node) -> Node | None:
     """The pattern without the empty text, where it is a choice between it and longer ones."""
-    if isinstance(node, Sequence_) and len(node.parts) == 1:
+    if isinstance(node, Chain) and len(node.parts) == 1:
         return not_empty(node.parts[0])
     if isinstance(node, Choice):
         longer = tuple(branch for branch in node.branches if lengths(branch) != (0, 0))
@@ -187,17 +187,17 @@ def within(node: Node, least: int, most: int | None) -> tuple[Node, bool] | None
 
 def _raised(node: Node, missing: int) -> Node | None:
     """The pattern with one repetition of a class made longer."""
-    parts: list[Node] = list(node.parts) if isinstance(node, Sequence_) else [node]
+    parts: list[Node] = list(node.parts) if isinstance(node, Chain) else [node]
     for index, part in enumerate(parts):
         if isinstance(part, Repeat) and isinstance(part.part, Class):
             least = part.least + missing
             if part.most is None or part.most >= least:
                 parts[index] = Repeat(part.part, least, part.most)
-                return Sequence_(tuple(parts))
-        below = _raised(part, missing) if isinstance(part, Sequence_) else None
+                return Chain(tuple(parts))
+        below = _raised(part, missing) if isinstance(part, Chain) else None
         if below is not None:
             parts[index] = below
-            return Sequence_(tuple(parts))
+            return Chain(tuple(parts))
     return None
 
 
@@ -215,8 +215,8 @@ def _with_cap(node: Node, cap: int) -> Node:
     match node:
         case Repeat(part, least, most):
             return Repeat(_with_cap(part, cap), least, max(least, cap if most is None else min(most, cap)))
-        case Sequence_(parts):
-            return Sequence_(tuple(_with_cap(part, cap) for part in parts))
+        case Chain(parts):
+            return Chain(tuple(_with_cap(part, cap) for part in parts))
         case Choice(branches):
             return Choice(tuple(_with_cap(branch, cap) for branch in branches))
         case _:
@@ -235,9 +235,9 @@ def without_long_escapes(node: Node, longest: int) -> tuple[Node, bool]:
         case Repeat(part, least, most):
             found, is_all = without_long_escapes(part, longest)
             return Repeat(found, least, most), is_all
-        case Sequence_(parts):
+        case Chain(parts):
             pairs = [without_long_escapes(part, longest) for part in parts]
-            return Sequence_(tuple(part for part, _ in pairs)), all(is_all for _, is_all in pairs)
+            return Chain(tuple(part for part, _ in pairs)), all(is_all for _, is_all in pairs)
         case Choice(branches):
             pairs = [without_long_escapes(branch, longest) for branch in branches]
             return Choice(tuple(branch for branch, _ in pairs)), all(is_all for _, is_all in pairs)
@@ -250,7 +250,7 @@ def longest_count(node: Node) -> int:
     match node:
         case Repeat(part, least, most):
             return max(least, most or 0, longest_count(part))
-        case Sequence_(parts):
+        case Chain(parts):
             return max(map(longest_count, parts), default=0)
         case Choice(branches):
             return max(map(longest_count, branches))
@@ -277,10 +277,10 @@ def _outside(rests: set[str], depth: int) -> Node:
     heads = sorted({rest[0] for rest in rests if rest})
     others = intersection(ANY, complement(normalized((ord(head), ord(head)) for head in heads)))
     branches: list[Node] = [] if "" in rests else [EMPTY]
-    branches.append(Sequence_((Class(others), ANY_TEXT)))
+    branches.append(Chain((Class(others), ANY_TEXT)))
     if depth > 0:
         for head in heads:
             below = {rest[1:] for rest in rests if rest[:1] == head}
             if depth > 1 or below == {""}:
-                branches.append(Sequence_((literal(head), _outside(below, depth - 1))))
+                branches.append(Chain((literal(head), _outside(below, depth - 1))))
     return Choice(tuple(branches))

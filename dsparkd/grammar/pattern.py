@@ -33,7 +33,7 @@ class Class:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class Chain:
     """One after the other; none is the empty string."""
 
     parts: tuple[Node, ...]
@@ -62,9 +62,9 @@ class Anchor:
     at_end: bool
 
 
-Node = Class | Sequence_ | Choice | Repeat | Anchor
+Node = Class | Chain | Choice | Repeat | Anchor
 
-EMPTY = Sequence_(())
+EMPTY = Chain(())
 
 
 def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -138,7 +138,7 @@ _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 
 def literal(text: str) -> Node:
     """The text itself."""
-    return Sequence_(tuple(Class(((ord(character), ord(character)),)) for character in text))
+    return Chain(tuple(Class(((ord(character), ord(character)),)) for character in text))
 
 
 def parse(pattern: str, *, is_own: bool = False) -> Node:
@@ -188,7 +188,7 @@ class _Parser:
         parts: list[Node] = []
         while self._peek() not in ("", "|", ")"):
             parts.append(self._repeated(self._atom()))
-        return parts[0] if len(parts) == 1 else Sequence_(tuple(parts))
+        return parts[0] if len(parts) == 1 else Chain(tuple(parts))
 
     def _repeated(self, part: Node) -> Node:
         bounds: tuple[int, int | None] | None
@@ -341,7 +341,7 @@ def positions(node: Node) -> int:
     match node:
         case Class():
             return 1
-        case Sequence_(parts):
+        case Chain(parts):
             return sum(map(positions, parts))
         case Choice(branches):
             return sum(map(positions, branches))
@@ -358,7 +358,7 @@ def searched(node: Node) -> Node:
     match node:
         case Choice(branches):
             return Choice(tuple(map(searched, branches)))
-        case Sequence_(parts):
+        case Chain(parts):
             return _searched_sequence(list(parts))
         case Anchor():
             return ANY_TEXT
@@ -367,7 +367,7 @@ def searched(node: Node) -> Node:
 
 
 def _searched_sequence(parts: list[Node]) -> Node:
-    if len(parts) == 1 and isinstance(parts[0], Choice | Sequence_):
+    if len(parts) == 1 and isinstance(parts[0], Choice | Chain):
         return searched(parts[0])
     begins = ends = False
     while parts and parts[0] == Anchor(at_end=False):
@@ -378,7 +378,7 @@ def _searched_sequence(parts: list[Node]) -> Node:
         del parts[-1]
     if any(map(_has_anchor, parts)):
         raise PatternError("^ or $ elsewhere than at the ends of an alternative")
-    return Sequence_((*([] if begins else [ANY_TEXT]), *parts, *([] if ends else [ANY_TEXT])))
+    return Chain((*([] if begins else [ANY_TEXT]), *parts, *([] if ends else [ANY_TEXT])))
 
 
 def whole(node: Node) -> Node:
@@ -388,21 +388,21 @@ def whole(node: Node) -> Node:
             return Choice(tuple(map(whole, branches)))
         case Anchor():
             return EMPTY
-    parts = list(node.parts) if isinstance(node, Sequence_) else [node]
+    parts = list(node.parts) if isinstance(node, Chain) else [node]
     while parts and parts[0] == Anchor(at_end=False):
         del parts[0]
     while parts and parts[-1] == Anchor(at_end=True):
         del parts[-1]
     if any(map(_has_anchor, parts)):
         raise PatternError("^ or $ elsewhere than at the ends")
-    return Sequence_(tuple(parts))
+    return Chain(tuple(parts))
 
 
 def _has_anchor(node: Node) -> bool:
     match node:
         case Anchor():
             return True
-        case Sequence_(parts):
+        case Chain(parts):
             return any(map(_has_anchor, parts))
         case Choice(branches):
             return any(map(_has_anchor, branches))

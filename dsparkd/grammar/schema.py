@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsparkd.errors import GrammarError
-from dsparkd.grammar.inspection import Inspection, Policy, Warning_
+from dsparkd.grammar.inspection import Inspection, Policy, SchemaWarning
 from dsparkd.grammar.key import MAX_BYTES, canonical_schema
 from dsparkd.grammar.merge import Merger
 from dsparkd.grammar.shape import Shape
@@ -23,7 +23,7 @@ class Checked:
 
     text: str
     document: dict[str, object]
-    warnings: tuple[Warning_, ...]
+    warnings: tuple[SchemaWarning, ...]
 
 
 def check_schema(schema: object, pointer: str, *, policy: Policy = "refuse", strict: bool = False) -> Checked:
@@ -41,7 +41,9 @@ def check_schema(schema: object, pointer: str, *, policy: Policy = "refuse", str
     return Checked(text, document, warnings)
 
 
-def check_shape(schema: object, pointer: str, *, policy: Policy, strict: bool) -> tuple[Shape, tuple[Warning_, ...]]:
+def check_shape(
+    schema: object, pointer: str, *, policy: Policy, strict: bool
+) -> tuple[Shape, tuple[SchemaWarning, ...]]:
     """Check a schema; return what it admits. Raises GrammarError."""
     inspection = Inspection(schema, pointer, policy=policy, strict=strict)
     inspection.run()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import pattern, spelling
-from dsparkd.grammar.inspection import MAX_ENUM_VALUES, MAX_LITERAL_BYTES, Policy, Warning_
+from dsparkd.grammar.inspection import MAX_ENUM_VALUES, MAX_LITERAL_BYTES, Policy, SchemaWarning
 from dsparkd.grammar.key import MAX_BYTES, canonical_tag, compact, read_json, require_plain, require_text
 from dsparkd.grammar.schema import Checked, check_schema
 from dsparkd.grammar.tag import check_tag
@@ -59,7 +59,7 @@ class Constraint:
     """
 
     grammar: Grammar
-    warnings: tuple[Warning_, ...] = ()
+    warnings: tuple[SchemaWarning, ...] = ()
     calls_tools: bool = False
 
 
@@ -208,15 +208,14 @@ def _text(source: _Source) -> str:
 
 
 def _regex(source: _Source) -> str:
+    """The expression written anew: to XGrammar a dot is a newline, too, and groups with names are errors."""
     text = _text(source)
     if len(text.encode()) > pattern.MAX_PATTERN_BYTES:
         raise _error(f"it is longer than {pattern.MAX_PATTERN_BYTES} bytes", "grammar_too_large", source.pointer)
     try:
-        node = pattern.whole(pattern.parse(text))
-        spelling.plain_text(node)
+        return spelling.plain_text(pattern.whole(pattern.parse(text)))
     except pattern.PatternError as error:
         raise _error(f"the regular expression has {error}", "invalid_grammar", source.pointer) from error
-    return text
 
 
 def _ebnf(source: _Source) -> str:
@@ -322,7 +321,7 @@ def _from_tools(body: Mapping[str, object], source: _Source | None, options: Con
         raise _error("the tokenizer has no tool-call marker", "unsupported_tool_choice", "/tool_choice")
     chosen = list(enumerate(listed)) if wanted is None else [(wanted, listed[wanted])]
     tools: list[Tool] = []
-    warnings: list[Warning_] = []
+    warnings: list[SchemaWarning] = []
     for index, definition in chosen:
         tool, found = _tool(definition, f"/tools/{index}", options, is_enforced=is_forced)
         tools.append(tool)
@@ -370,7 +369,7 @@ def _is_strict(definition: object) -> bool:
 
 def _tool(
     definition: object, pointer: str, options: ConstraintOptions, *, is_enforced: bool
-) -> tuple[Tool, tuple[Warning_, ...]]:
+) -> tuple[Tool, tuple[SchemaWarning, ...]]:
     """A tool whose arguments are held to its schema where the call is forced or the tool is strict."""
     function = _function(definition, pointer)
     name = function.get("name")
@@ -386,6 +385,6 @@ def _tool(
         shape, warnings = tool_shape(parameters, place, policy=options.unsupported)
     except GrammarError as error:
         if options.unsupported == "report" and error.code == "unsupported_schema":
-            return Tool(name, None), (Warning_("unsupported", place, f"tool {name}: {error.message}"),)
+            return Tool(name, None), (SchemaWarning("unsupported", place, f"tool {name}: {error.message}"),)
         raise GrammarError(f"tool {name}: {error.message}", code=error.code, param=error.param) from error
     return Tool(name, shape), warnings

@@ -11,13 +11,13 @@ from dsparkd.grammar.pattern import (
     MUST_ESCAPE,
     SURROGATE,
     Anchor,
+    Chain,
     Choice,
     Class,
     Node,
     PatternError,
     Ranges,
     Repeat,
-    Sequence_,
     complement,
     intersection,
     is_one,
@@ -43,7 +43,7 @@ def _write(node: Node, *, json: bool, allowed: Ranges) -> str:
     match node:
         case Class(ranges):
             return _write_class(intersection(ranges, allowed), json=json)
-        case Sequence_(parts):
+        case Chain(parts):
             return "".join(_write(part, json=json, allowed=allowed) for part in parts)
         case Choice(branches):
             return f"(?:{'|'.join(_write(branch, json=json, allowed=allowed) for branch in branches)})"
@@ -125,7 +125,7 @@ def ebnf(node: Node, name: str) -> tuple[str, list[str]]:
         match part:
             case Class(ranges):
                 return _ebnf_class(ranges)
-            case Sequence_(parts):
+            case Chain(parts):
                 return f"({' '.join(map(write, parts))})" if parts else '""'
             case Choice(branches):
                 return f"({' | '.join(map(write, branches))})"
@@ -139,7 +139,7 @@ def ebnf(node: Node, name: str) -> tuple[str, list[str]]:
             case _:
                 assert_never(part)
 
-    if isinstance(node, Sequence_) and node.parts:
+    if isinstance(node, Chain) and node.parts:
         return " ".join(map(write, node.parts)), rules
     return write(node), rules
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import pattern, spelling
-from dsparkd.grammar.inspection import MAX_LITERAL_BYTES, Policy, Warning_, escape
+from dsparkd.grammar.inspection import MAX_LITERAL_BYTES, Policy, SchemaWarning, escape
 from dsparkd.grammar.key import MAX_DEPTH, read_json
 from dsparkd.grammar.schema import check_schema
 
@@ -44,7 +44,7 @@ _FORMATS: dict[str, dict[str, tuple[bool, str]]] = {
 
 def check_tag(
     value: object, pointer: str, *, policy: Policy, max_whitespace: int
-) -> tuple[dict[str, object], tuple[Warning_, ...]]:
+) -> tuple[dict[str, object], tuple[SchemaWarning, ...]]:
     """Check a structural tag, or its older form with structures and triggers.
 
     Formats that name tokens are refused: they would let control tokens into the text. Raises GrammarError.
@@ -56,7 +56,7 @@ def check_tag(
 
 class _TagChecker:
     def __init__(self, policy: Policy, max_whitespace: int) -> None:
-        self.warnings: list[Warning_] = []
+        self.warnings: list[SchemaWarning] = []
         self._policy = policy
         self._max_whitespace = max_whitespace
         self._num_formats = 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import spelling
-from dsparkd.grammar.inspection import Policy, Warning_, escape
+from dsparkd.grammar.inspection import Policy, SchemaWarning, escape
 from dsparkd.grammar.key import canonical_tag, compact
 from dsparkd.grammar.schema import check_shape
 from dsparkd.grammar.shape import Anything, Objects, Ref, Shape, Strings, Suggested, Union, Values, resolved
@@ -137,7 +137,7 @@ class ToolWriter:
                 yield _const(part)
 
 
-def tool_shape(parameters: object, pointer: str, *, policy: Policy) -> tuple[Objects | None, tuple[Warning_, ...]]:
+def tool_shape(parameters: object, pointer: str, *, policy: Policy) -> tuple[Objects | None, tuple[SchemaWarning, ...]]:
     """Check a tool's parameters; None shape: any arguments. Raises GrammarError."""
     found, checked = check_shape(parameters, pointer, policy=policy, strict=True)
     shape, warnings = resolved(found), list(checked)
@@ -160,7 +160,7 @@ def tool_shape(parameters: object, pointer: str, *, policy: Policy) -> tuple[Obj
                 code="unsupported_schema",
                 param=pointer,
             )
-        warnings.append(Warning_("narrower", pointer, "only the listed arguments are generated"))
+        warnings.append(SchemaWarning("narrower", pointer, "only the listed arguments are generated"))
     for name, below in shape.members:
         place = f"{pointer}/properties/{escape(name)}"
         if not name or '"' in name or "\n" in name or MARKER in name or len(name) > 256:

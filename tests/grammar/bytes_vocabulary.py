@@ -14,7 +14,7 @@ from dsparkd.messages import Grammar
 
 MARKER_ID, BLANK_ID, STOP_ID = 256, 257, 258
 # The marker's entry begins with a byte that no text has, so only a token format can name it.
-_ENTRIES = [bytes([byte]) for byte in range(256)] + [b"\xff" + MARKER.encode(), b"", b"</s>"]
+_ENTRIES = [bytes([byte]) for byte in range(256)] + [b"\xff" + MARKER.encode(), b"", b""]
 _SIZE = len(_ENTRIES)
 _CLOSING, _BLANKS = frozenset(b'"]}'), frozenset(b" \n\r\t")
 
@@ -39,7 +39,8 @@ class Language:
                 return False
             if part and not matcher.accept_string(part):
                 return False
-        return bool(matcher.accept_token(STOP_ID))
+        # Of a blank stop token alone, XGrammar may say that it was taken and do nothing.
+        return bool(matcher.accept_token(STOP_ID)) and matcher.is_terminated()
 
     def admits_json(self, value: object) -> bool:
         """Whether a value's JSON is a sentence, with spaces or without, an integral number as an integer or not."""

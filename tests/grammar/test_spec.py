@@ -174,6 +174,26 @@ def test_refusal_has_a_code_and_the_place(request_: dict[str, object], code: str
     assert refusal(request_) == (code, pointer)
 
 
+@pytest.mark.parametrize(
+    ("text", "admitted", "refused"),
+    [
+        ("^.$", ["a", "é"], ["\n", "\u2028", ""]),
+        ("^\\S+$", ["ab"], ["", " ", "\u3000"]),
+        ("a|^b$", ["a", "b"], ["ab", "c"]),
+        ("(?<year>[0-9]{4})-[^-]*", ["2024-x", "2024-"], ["2024--"]),
+        ("[\\s\\S]{1,100}", ["\n", "a" * 100], ["", "a" * 101]),
+    ],
+)
+def test_regular_expression_is_read_as_ecma_262(
+    text: str, admitted: list[str], refused: list[str], compiler: xgrammar.GrammarCompiler
+) -> None:
+    """XGrammar's own reading differs: a dot takes newlines, and most groups with names are refused."""
+    language = Language(compiler, parsed({"regex": text}).grammar)
+
+    assert [one for one in admitted if not language.admits(one)] == []
+    assert [one for one in refused if language.admits(one)] == []
+
+
 def test_root_rule_may_stand_anywhere_and_literals_may_hold_anything() -> None:
     """Only a rule's name counts, not the same word in a literal, a class or a comment."""
     assert parsed({"ebnf": '# root ::= x\nx ::= "root ::= (((" [(] \nroot ::= x'}).grammar.kind == "ebnf"
