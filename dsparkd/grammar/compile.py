@@ -15,7 +15,9 @@ _MAX_REGEX_COUNT = 64
 # XGrammar writes a pattern as a rule of its own. No literal looks like one: those are in brackets.
 _PATTERN = re.compile(r'^(?P<rule>[A-Za-z0-9_]+) ::= Regex\((?P<text>".*")(?:, json_string=true)?\)$', re.MULTILINE)
 # What XGrammar takes for a character of a string with length bounds: raw control characters, which no JSON text has.
-_LOOSE_CHARACTER = re.compile(r'^([A-Za-z0-9_]+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$', re.MULTILINE)
+_LOOSE_CHARACTER = re.compile(
+    r'^([A-Za-z0-9_]*characters(?:_[0-9]+)? ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$', re.MULTILINE
+)
 # A name between the ends of two literals is a reference; inside a literal, a quotation mark has a backslash before it.
 _QUOTED_RULE = re.compile(r'"\\"" ([A-Za-z0-9_]+) "\\""')
 _EBNF_ESCAPES = re.compile(r"\\(.)")
@@ -68,7 +70,10 @@ def _with_exact_patterns(parsed: xgrammar.Grammar) -> xgrammar.Grammar:
 def _exact_rule(found: re.Match[str], inlined: dict[str, str]) -> str:
     rule, quoted = found["rule"], found["text"]
     text = _EBNF_ESCAPES.sub(lambda escape: _EBNF_CONTROLS.get(escape[1], escape[1]), quoted[1:-1])
-    node = pattern.whole(pattern.parse(text, is_own=True))
+    try:
+        node = pattern.whole(pattern.parse(text, is_own=True))
+    except pattern.PatternError:  # out of a client's EBNF, in a structural tag
+        return f"{rule} ::= Regex({quoted})"
     if matching.longest_count(node) > _MAX_REGEX_COUNT:
         expression, rules = spelling.ebnf(node, rule)
         inlined[rule] = expression

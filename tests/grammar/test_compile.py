@@ -85,6 +85,17 @@ def test_regex_keeps_its_meaning_when_a_long_count_becomes_a_rule() -> None:
     assert Language(make_compiler(), Grammar(kind="regex", text="(?:a\n\t){1,300}b?")).admits("a\n\t" * 300)
 
 
+def test_ebnf_of_a_client_inside_a_tag_keeps_its_own_rules() -> None:
+    """What is put right is XGrammar's writing; a client's rule that looks the same means what it says."""
+    text = 'root ::= any tail\nany ::= [^"\\\\\\r\\n]\ntail ::= Regex("(?=b)c")'
+    tag = {"type": "structural_tag", "format": {"type": "grammar", "grammar": text}}
+
+    language = Language(make_compiler(), Grammar(kind="structural_tag", text=json.dumps(tag)))
+
+    assert language.admits("\tc")
+    assert not language.admits('"c')
+
+
 @pytest.mark.parametrize("kind", ["regex", "ebnf", "json_schema", "structural_tag"])
 def test_what_xgrammar_refuses_is_an_error(kind: str) -> None:
     """The caller turns it into a 400 with the library's words (G-25)."""
