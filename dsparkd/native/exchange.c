@@ -476,7 +476,10 @@ static dsx_code check_peer(dsx_handle *handle, uint64_t sequence)
 /* Sleep until the bell rings or the time is up; 0, or the number of an error that waiting again cannot mend. */
 static int sleep_on(_Atomic uint32_t *bell, uint32_t seen, uint64_t until_ns)
 {
-    const struct timespec until = {.tv_sec = (time_t)(until_ns / NANOSECONDS), .tv_nsec = (long)(until_ns % NANOSECONDS)};
+    const struct timespec until = {
+        .tv_sec = (time_t)(until_ns / NANOSECONDS),
+        .tv_nsec = (long)(until_ns % NANOSECONDS),
+    };
 
     if (syscall(SYS_futex, bell, FUTEX_WAIT_BITSET, seen, &until, NULL, FUTEX_BITSET_MATCH_ANY) == 0)
         return 0;
@@ -560,7 +563,8 @@ static dsx_code wait_asleep(dsx_handle *handle, int channel, uint64_t sequence, 
 }
 
 /* Write this rank's slot and wake the peer if it sleeps; returns the number of wakes. */
-static uint32_t publish(dsx_handle *handle, int channel, uint64_t sequence, const int64_t *field, const struct side *side)
+static uint32_t publish(dsx_handle *handle, int channel, uint64_t sequence, const int64_t *field,
+                        const struct side *side)
 {
     struct channel *lines = &own_area(handle)->channel[channel];
     struct wait_line *peer = &peer_area(handle)->wait;
