@@ -305,6 +305,29 @@ def test_odd_handles_get_their_own_status(own_traversal: Traversal, grammars: li
     assert np.array_equal(walk.mask[5 * NODES], scalar_rows(Case(grammars[0], [], [], [0]))[0])
 
 
+def test_nothing_of_an_earlier_step_is_reported_again(
+    own_traversal: Traversal, grammars: list[xgrammar.CompiledGrammar]
+) -> None:
+    """The memory is used for every step; a message or count of another request would be believed."""
+    other = xgrammar.TokenizerInfo([b"a", b"b", b""], vocab_size=3, stop_token_ids=[2])
+    foreign = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(other, max_threads=1).compile_regex("a*b"))
+    good = xgrammar.GrammarMatcher(grammars[3])
+    walk = make_walk(1)
+    walk.add(ffi_matcher(good), 0, commits=[ord("("), ord(")")])
+    own_traversal.run(walk, 0)
+    assert walk.num_accepted[0] == 2
+    walk.begin(1)
+    walk.add(ffi_matcher(foreign), 0)
+    own_traversal.run(walk, 0)
+    assert walk.message(0)
+    assert walk.num_accepted[0] == 0
+    walk.begin(1)
+    walk.add(ffi_matcher(good), 0)
+    own_traversal.run(walk, 0)
+    assert walk.message(0) == ""
+    assert walk.status(0) == WalkStatus.WALKED
+
+
 def test_a_deadline_that_is_over_shortens_chains_to_their_root(
     own_traversal: Traversal, grammars: list[xgrammar.CompiledGrammar]
 ) -> None:
@@ -370,23 +393,30 @@ def test_batches_that_make_no_sense_are_bugs(traversal: Traversal, grammars: lis
 
 
 @pytest.mark.parametrize(
-    ("next_token", "next_sibling"),
-    [([1, 2, 0], [-1, -1, -1]), ([1, -1, -1], [-1, 1, -1]), ([1, 3, -1], [-1, -1, -1]), ([1, 2, -1], [-1, 2, -1])],
-    ids=["back to the root", "its own sibling", "out of the tree", "reached twice"],
+    ("next_token", "next_sibling", "root"),
+    [
+        ([1, 2, 0], [-1, -1, -1], 0),
+        ([1, -1, -1], [-1, 1, -1], 0),
+        ([1, 3, -1], [-1, -1, -1], 0),
+        ([1, 2, -1], [-1, 2, -1], 0),
+        ([1, 0, -1], [-1, -1, -1], 1),
+    ],
+    ids=["back to the root", "its own sibling", "out of the tree", "reached twice", "before the root"],
 )
 def test_links_that_make_no_tree_end_their_request(
     own_traversal: Traversal,
     grammars: list[xgrammar.CompiledGrammar],
     next_token: list[int],
     next_sibling: list[int],
+    root: int,
 ) -> None:
-    """A cycle must not walk for ever, and its matcher is given back unharmed."""
+    """A cycle must not walk for ever, a link not into another tree, and the matcher is given back unharmed."""
     links = (np.array(next_token, np.int64), np.array(next_sibling, np.int64))
-    walk = Walk(np.full((1, 3), ord("("), np.int64), np.zeros((3, WORDS), np.int32), PADDED_SIZE, 1, links)
-    walk.begin(1)
+    walk = Walk(np.full((2, 3), ord("("), np.int64), np.zeros((6, WORDS), np.int32), PADDED_SIZE, 1, links)
+    walk.begin(2)
     matcher = xgrammar.GrammarMatcher(grammars[3])
     before = matcher._debug_print_internal_state()
-    walk.add(ffi_matcher(matcher), 0)
+    walk.add(ffi_matcher(matcher), 0, root)
 
     own_traversal.run(walk, 0)
 
