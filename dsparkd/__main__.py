@@ -22,11 +22,14 @@ from dsparkd import log as log_module
 from dsparkd import store_cli, supervisor, system
 from dsparkd.config import Config, Hardware, Section
 from dsparkd.errors import EXIT_OK, ConfigError, StartError
+from dsparkd.grammar import store
+from dsparkd.grammar.vocabulary import make_vocabularies
 from dsparkd.http.keys import ApiKeys
 from dsparkd.ipc.wiring import make_wiring
 from dsparkd.kv.geometry import KVGeometry, PoolSizes, size_pool
 from dsparkd.model.checkpoint import StoredDtype, TensorSpec, Use, expected_tensors
 from dsparkd.model.config import ModelConfig, load_model_config
+from dsparkd.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -83,12 +86,23 @@ def serve(config: Config) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
     log_module.configure("parent", None, config.log.format, config.log.level)
     listener = supervisor.bind_listener(config.server)
-    wiring = make_wiring(supervisor.open_exchange(config))
+    prepare_grammars(config)
+    wiring = make_wiring(supervisor.open_exchange(config), has_probe=config.grammar.enabled)
     if config.engine.device == "cpu":
         # The ranks compute on the cores that every text event wakes somebody on, and when one is preempted both wait.
         system.schedule_as_batch()
     children = supervisor.fork_children(config, wiring)
     return supervisor.serve(config, wiring.parent, children, listener, _build_app)
+
+
+def prepare_grammars(config: Config) -> None:
+    """Make the store ready, once a launch and before its users are forked. Raises CapabilityError, CheckpointError."""
+    if not config.grammar.enabled or not config.grammar.store.enabled:
+        return
+    checkpoint = Path(config.engine.checkpoint)
+    model = load_model_config(checkpoint)
+    vocabularies = make_vocabularies(Tokenizer.load(checkpoint), model.vocab_size, (model.eos_token_id,))
+    store.prepare(config.grammar.store, vocabularies.scope())
 
 
 def _build_app(config: Config, router: Router, registry: Registry) -> Starlette:

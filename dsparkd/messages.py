@@ -71,12 +71,16 @@ class Grammar(Message, frozen=True, kw_only=True):
 
 
 class TokenizedRequest(Message, frozen=True, kw_only=True):
-    """One item of an API batch: one prompt, one choice."""
+    """One item of an API batch: one prompt, one choice.
+
+    starts_in_reasoning: the prompt opens the reasoning, so a grammar begins behind its end.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     skip_special_tokens: bool = True
+    starts_in_reasoning: bool = False
     received_ns: int
     encoded_ns: int
     tokenized_ns: int
@@ -84,11 +88,15 @@ class TokenizedRequest(Message, frozen=True, kw_only=True):
 
 
 class RoutedBatch(Message, frozen=True, tag=True):
-    """Requests that enter one rank's queue together or not at all. `frame` counts from 1 per rank."""
+    """Requests that enter one rank's queue together or not at all. `frame` counts from 1 per rank.
+
+    grammar: what the answer of each of them must match; one API request has one.
+    """
 
     dp_rank: int
     frame: int
     requests: tuple[TokenizedRequest, ...]
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not self.requests:
@@ -145,7 +153,7 @@ class StartFailed(Message, frozen=True, tag=True):
 
 
 class Admitted(Message, frozen=True, tag=True):
-    """The request is in the rank's queue; from here on it ends through the detokenizer."""
+    """The request is in the rank's queue, its grammar at hand; from here on it ends through the detokenizer."""
 
     request_id: str
     delivered_ns: int
@@ -216,7 +224,8 @@ class Finish(Message, frozen=True, kw_only=True):
     """How and why a request ended.
 
     reason "stop" by a stop string: `cut_bytes` trailing bytes of the output's text are the stop string (and what
-    follows it inside the last token) and are not shown. matched is the stop id or string. error only with "error".
+    follows it inside the last token) and are not shown. matched is the stop id or string. error only with "error";
+    code and status are then what the client gets, None and 500 for a failure without a code of its own.
     """
 
     reason: FinishReason
@@ -226,6 +235,8 @@ class Finish(Message, frozen=True, kw_only=True):
     cached_tokens: int
     output_tokens: int
     error: str | None = None
+    code: str | None = None
+    status: int = 500
 
 
 class TokenDelta(Message, frozen=True, kw_only=True):

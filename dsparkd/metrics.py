@@ -82,7 +82,7 @@ PATH_ACTIVE = _family(
     "path_active",
     "gauge",
     "1 if the path was proven at start and is in use, else 0.",
-    path=("native_exchange", "gloo_exchange", "prefix_cache", "mixed_step"),
+    path=("native_exchange", "gloo_exchange", "prefix_cache", "mixed_step", "grammar_traversal", "grammar_store"),
 )
 READY = _family("ready", "gauge", "1 while new work is accepted.", by_rank=False)
 
@@ -187,7 +187,7 @@ TICKS = _family(
     kind=("prefill", "mixed", "decode", "idle_peer", "idle"),
 )
 SCHEDULER_REQUESTS = _family(
-    "scheduler_requests", "gauge", "Requests by state.", state=("waiting", "prefill", "decode")
+    "scheduler_requests", "gauge", "Requests by state.", state=("grammar_wait", "waiting", "prefill", "decode")
 )
 RETRACTIONS = _family("retractions_total", "counter", "Decode rows put back to the queue for want of memory.")
 PARKS = _family("parks_total", "counter", "Times that the idle rank went to sleep.")
@@ -219,12 +219,87 @@ EXCHANGE_WAKES = _family(
 )
 EXCHANGE_SEQUENCE = _family("exchange_sequence", "gauge", "Number of the last agreement.", channel=("plan",))
 
+_GRAMMAR_SOURCES = ("memory", "in_flight", "disk", "local_compile", "compile")
+GRAMMAR_RESOLUTIONS = _family(
+    "grammar_resolutions_total",
+    "counter",
+    "Requests that got their grammar, by the place that had it; in_flight waited for another one's.",
+    source=_GRAMMAR_SOURCES,
+)
+GRAMMAR_RESOLUTION_SECONDS = _family(
+    "grammar_resolution_seconds",
+    "histogram",
+    "From a request's delivery at the rank to its grammar.",
+    buckets=_LATENCY_BUCKETS,
+    source=_GRAMMAR_SOURCES,
+)
+GRAMMAR_FAILURES = _family(
+    "grammar_failures_total",
+    "counter",
+    "Requests that their grammar ended: before admission, or with an answer that could not go on.",
+    reason=(
+        "invalid",
+        "too_large",
+        "timeout",
+        "unavailable",
+        "store_corrupt",
+        "store_io",
+        "aborted",
+        "violation",
+        "traversal",
+    ),
+)
+GRAMMAR_CACHE_BYTES = _family("grammar_cache_bytes", "gauge", "Memory of compiled grammars and refusals.")
+GRAMMAR_CACHE_ENTRIES = _family("grammar_cache_entries", "gauge", "Compiled grammars in memory.")
+GRAMMAR_IN_FLIGHT = _family("grammar_in_flight", "gauge", "Grammars that are being looked for or compiled.")
+GRAMMAR_CACHE_EVICTIONS = _family(
+    "grammar_cache_evictions_total",
+    "counter",
+    "Compiled grammars dropped from memory.",
+    cause=("bytes", "entries", "oversized", "flush"),
+)
+GRAMMAR_COMPILE_SECONDS = _family(
+    "grammar_compile_seconds",
+    "histogram",
+    "Processor time of one compile.",
+    buckets=_LATENCY_BUCKETS,
+    kind=("json", "regex", "ebnf", "structural_tag"),
+)
+GRAMMAR_STORE_DECISIONS = _family(
+    "grammar_store_decisions_total",
+    "counter",
+    "What was stored of a new grammar.",
+    decision=("serialized", "local_faster", "body_too_large", "not_serialized"),
+)
+GRAMMAR_STORE_ERRORS = _family(
+    "grammar_store_errors_total",
+    "counter",
+    "Failures of the grammar store.",
+    reason=("corrupt", "quota", "read", "write"),
+)
+MASK_STEPS = _family(
+    "mask_steps_total",
+    "counter",
+    "Steps with a row that has a grammar: one of them masked, or all of them still reasoning.",
+    outcome=("masked", "thinking_only"),
+)
+MASK_ROWS = _family(
+    "mask_rows", "histogram", "Rows of a step that a grammar holds.", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
+)
+MASK_SECONDS = _family(
+    "mask_seconds",
+    "histogram",
+    "Time of a step's masks; traverse is the walk of all grammars.",
+    buckets=_WAKE_BUCKETS,
+    phase=("traverse",),
+)
+
 CHILD_EXITS = _family(
     "child_exits_total",
     "counter",
     "Ends of child processes.",
     by_rank=False,
-    role=("rank", "detokenizer"),
+    role=("rank", "detokenizer", "probe"),
     result=("clean", "failed", "killed", "late"),
 )
 
@@ -264,6 +339,19 @@ FAMILIES: tuple[Family, ...] = (
     EXCHANGE_SLEEPS,
     EXCHANGE_WAKES,
     EXCHANGE_SEQUENCE,
+    GRAMMAR_RESOLUTIONS,
+    GRAMMAR_RESOLUTION_SECONDS,
+    GRAMMAR_FAILURES,
+    GRAMMAR_CACHE_BYTES,
+    GRAMMAR_CACHE_ENTRIES,
+    GRAMMAR_IN_FLIGHT,
+    GRAMMAR_CACHE_EVICTIONS,
+    GRAMMAR_COMPILE_SECONDS,
+    GRAMMAR_STORE_DECISIONS,
+    GRAMMAR_STORE_ERRORS,
+    MASK_STEPS,
+    MASK_ROWS,
+    MASK_SECONDS,
     CHILD_EXITS,
 )
 

@@ -24,11 +24,18 @@ import msgspec
 import dsparkd
 from dsparkd import log as log_module
 from dsparkd import metrics, system
-from dsparkd.config import Config, ExchangeConfig, HealthConfig
+from dsparkd.config import Config, ExchangeConfig, GrammarConfig, HealthConfig
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, ConfigError, FatalError, InvariantError, PeerError, StartError
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.executor import Executor, rank_device
+from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, SlotStart, StepKind
+from dsparkd.grammar.compiler import Compiler
+from dsparkd.grammar.matcher import keep_lock_in_short_calls
+from dsparkd.grammar.service import GrammarService
+from dsparkd.grammar.store import GrammarStore, scope_name
+from dsparkd.grammar.traversal import open_traversal
+from dsparkd.grammar.vocabulary import make_vocabularies
 from dsparkd.ipc.channel import Channel
 from dsparkd.ipc.wiring import RankWiring
 from dsparkd.messages import (
@@ -38,16 +45,20 @@ from dsparkd.messages import (
     SamplingParams,
     StartFailed,
     ToRank,
+    decode_from_probe,
     decode_to_rank,
 )
+from dsparkd.model.config import load_model_config
 from dsparkd.native.exchange import Attachment, config_digest
 from dsparkd.scheduler.account import Account
 from dsparkd.scheduler.exchange import Exchange, GlooExchange, NativeExchange
+from dsparkd.scheduler.grammars import GrammarDesk
 from dsparkd.scheduler.loop import Bounds, Lines, Loop, Parts, TickRecord
 from dsparkd.scheduler.policy import Limits, Planner
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory
 from dsparkd.scheduler.results import Committer
+from dsparkd.text.output import THINK_END
 from dsparkd.text.tokenizer import Tokenizer
 
 log = log_module.get()
@@ -56,6 +67,9 @@ log = log_module.get()
 MAX_PENDING_BYTES = 64 << 20
 # Rows of float32 logits over a vocabulary of 129,280 ids: 265 MB that no budget counts.
 PROMPT_LOGIT_TOKENS = 512
+# The compile of a grammar may keep the grammar thread from reading what the probe process says.
+PROBE_SEND_TIMEOUT_S = 60.0
+CHAIN_NODES = 1  # the anchor alone: nothing is drafted
 NUM_CRASH_REPORTS = 16  # a rank that fails again and again must not fill the disk
 # L-15: a single tick may take this much longer than the longest of the warm-up before its rank looks dead.
 TICK_MARGIN = 3
@@ -109,6 +123,7 @@ class Rank:
         self._groups: RankGroups | None = None
         self._executor: Executor | None = None
         self._native: NativeExchange | None = None
+        self._grammars: GrammarService | None = None
         self._paths: tuple[PathState, ...] = ()
         self._queue = RequestQueue()
         self._loop: Loop | None = None
@@ -120,7 +135,8 @@ class Rank:
         spin_s = choose_spin_s(timeouts.spin_s, system.cpu_share_available())
         if timeouts.kind == "native":
             self._native = open_native_exchange(config, self._wiring, spin_s)
-        self._paths = (*exchange_paths(timeouts, spin_s), *PATHS)
+        self._paths = (*exchange_paths(timeouts, spin_s), *PATHS, *grammar_paths(config.grammar))
+        masker, desk = self._open_grammars() if config.grammar.enabled else (None, None)
         self._progress("groups", 0, 1)
         self._groups = groups = RankGroups.open(
             dp_rank,
@@ -130,8 +146,8 @@ class Rank:
             timeout_s=timeouts.timeout_s,
         )
         self._progress("groups", 1, 1)
-        self._executor = executor = Executor.build(config, dp_rank, groups.expert_exchange(), self._progress)
-        self._loop = self._build_loop(executor, groups)
+        self._executor = executor = Executor.build(config, dp_rank, groups.expert_exchange(), self._progress, masker)
+        self._loop = self._build_loop(executor, groups, desk)
         # One rank may have loaded for minutes longer; from here on both are in step.
         groups.barrier(timeouts.startup_timeout_s)
         if self._native is not None:
@@ -172,7 +188,41 @@ class Rank:
         )
         self._parent.send_nowait(ready)
 
-    def _build_loop(self, executor: Executor, groups: RankGroups) -> Loop:
+    def _open_grammars(self) -> tuple[Masker, GrammarDesk]:
+        """Make what compiles grammars and what follows them; the traversal proves itself. Raises CapabilityError."""
+        config, grammar = self._config, self._config.grammar
+        probe = self._wiring.probe
+        if probe is None or grammar.compiler_threads is None:
+            raise InvariantError("grammar.enabled, and this process inherited no end of the probe process")
+        checkpoint = Path(config.engine.checkpoint)
+        model = load_model_config(checkpoint)
+        vocabularies = make_vocabularies(Tokenizer.load(checkpoint), model.vocab_size, (model.eos_token_id,))
+        compiler = Compiler(vocabularies, grammar.compiler_threads)
+        keep_lock_in_short_calls()
+        traversal = open_traversal(grammar.traversal, grammar.traversal_threads or 1, compiler.info)
+        masker = Masker(
+            traversal,
+            config.scheduler.max_rows,
+            CHAIN_NODES,
+            model.vocab_size,
+            grammar.traversal_timeout_s,
+            pin=config.engine.device == "cuda",
+        )
+        channel = Channel(
+            probe,
+            decode_from_probe,
+            send_timeout_s=PROBE_SEND_TIMEOUT_S,
+            max_pending_bytes=MAX_PENDING_BYTES,
+            name="probe process",
+        )
+        scope, limits = vocabularies.scope(), grammar.store
+        store = GrammarStore(Path(limits.directory) / scope_name(scope), limits) if limits.enabled else None
+        wake = system.eventfd()
+        self._grammars = GrammarService(grammar, scope, store, channel, compiler, lambda: os.eventfd_write(wake, 1))
+        self._grammars.start()
+        return masker, GrammarDesk(self._grammars, wake)
+
+    def _build_loop(self, executor: Executor, groups: RankGroups, desk: GrammarDesk | None) -> Loop:
         config, dp_rank = self._config, self._wiring.dp_rank
         chunk_tokens = config.scheduler.chunk_tokens
         if chunk_tokens is None:
@@ -192,7 +242,9 @@ class Rank:
         )
         planner = Planner(self._queue, memory, limits)
         texts = Tokenizer.load(Path(config.engine.checkpoint))
-        committer = Committer(self._queue, memory, texts, frozenset({executor.model_config.eos_token_id}))
+        eos_ids = frozenset({executor.model_config.eos_token_id})
+        think_end_id = texts.marker_id(THINK_END) if desk is not None else None
+        committer = Committer(self._queue, memory, texts, eos_ids, think_end_id)
         bounds = Bounds(
             dp_rank=dp_rank,
             queue_items=config.limits.queue_items,
@@ -206,7 +258,7 @@ class Rank:
         return Loop(
             bounds,
             Lines(self._parent, self._detokenizer, exchange),
-            Parts(self._queue, memory, planner, committer, executor),
+            Parts(self._queue, memory, planner, committer, executor, desk),
             Account(dp_rank, self._tally, time.monotonic_ns),
             AlarmWatch(config.watchdog.tick_timeout_s),
             time.monotonic_ns,
@@ -225,6 +277,8 @@ class Rank:
         """
         if self._executor is None or self._groups is None:
             raise InvariantError("leave before start")
+        if self._grammars is not None:
+            self._grammars.close()
         self._executor.close()
         log.info("rank_closed_pools")
         try:
@@ -310,6 +364,17 @@ def exchange_paths(config: ExchangeConfig, spin_s: float) -> tuple[PathState, ..
         return PathState("native_exchange", "off", off.why), PathState("gloo_exchange", "active", off.why)
     spins = f"spins {spin_s * 1e6:g} us" if spin_s == config.spin_s else "does not spin: fewer than two CPUs"
     return PathState("native_exchange", "active", f"{off.why}, {spins}"), off
+
+
+def grammar_paths(config: GrammarConfig) -> tuple[PathState, PathState]:
+    """What holds answers to their grammars, for /server_info and the log."""
+    if not config.enabled:
+        why = "grammar.enabled = false"
+        return PathState("grammar_traversal", "off", why), PathState("grammar_store", "off", why)
+    store = PathState("grammar_store", "active", config.store.directory)
+    if not config.store.enabled:
+        store = PathState("grammar_store", "off", "grammar.store.enabled = false")
+    return PathState("grammar_traversal", "active", f'grammar.traversal = "{config.traversal}"'), store
 
 
 def open_native_exchange(config: Config, wiring: RankWiring, spin_s: float) -> NativeExchange:

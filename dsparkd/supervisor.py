@@ -25,7 +25,15 @@ from dsparkd import log as log_module
 from dsparkd import metrics, system
 from dsparkd.config import Config, ServerConfig
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, CapabilityError, ConfigError, FatalError, PeerError, StartError
-from dsparkd.ipc.wiring import DetokenizerWiring, ParentWiring, RankWiring, SharedRegion, Wiring
+from dsparkd.ipc.wiring import (
+    ChildWiring,
+    DetokenizerWiring,
+    ParentWiring,
+    ProbeWiring,
+    RankWiring,
+    SharedRegion,
+    Wiring,
+)
 from dsparkd.native import exchange
 
 if TYPE_CHECKING:
@@ -54,6 +62,7 @@ START_EXTENSION_S = 120  # of the service manager's start time-out, renewed by e
 
 RANK_PATH = "dsparkd.rank:main"
 DETOKENIZER_PATH = "dsparkd.detokenizer:main"
+PROBE_PATH = "dsparkd.probe:main"
 
 
 @dataclass
@@ -61,7 +70,7 @@ class Child:
     """One child process; owned by the event loop once it is watched. exit_code is negative for a signal."""
 
     name: str
-    role: Literal["rank", "detokenizer"]
+    role: Literal["rank", "detokenizer", "probe"]
     pid: int
     pidfd: int
     exit_code: int | None = None
@@ -79,19 +88,25 @@ class Child:
 
 
 def fork_children(
-    config: Config, wiring: Wiring, *, rank_path: str = RANK_PATH, detokenizer_path: str = DETOKENIZER_PATH
+    config: Config,
+    wiring: Wiring,
+    *,
+    rank_path: str = RANK_PATH,
+    detokenizer_path: str = DETOKENIZER_PATH,
+    probe_path: str = PROBE_PATH,
 ) -> list[Child]:
-    """Fork the detokenizer and both ranks, close their ends here and return them.
+    """Fork the probe process where there is one, the detokenizer and both ranks, close their ends here and return them.
 
     The stop signals must be blocked by the caller until it handles them: a child ignores them before it unblocks.
     """
-    children = [_fork_child(config, wiring, wiring.detokenizer, detokenizer_path)]
+    children = [_fork_child(config, wiring, wiring.probe, probe_path)] if wiring.probe is not None else []
+    children.append(_fork_child(config, wiring, wiring.detokenizer, detokenizer_path))
     children += [_fork_child(config, wiring, own, rank_path) for own in wiring.ranks]
     wiring.close_all_but(wiring.parent)
     return children
 
 
-def _fork_child(config: Config, wiring: Wiring, own: RankWiring | DetokenizerWiring, path: str) -> Child:
+def _fork_child(config: Config, wiring: Wiring, own: ChildWiring, path: str) -> Child:
     parent_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -100,10 +115,21 @@ def _fork_child(config: Config, wiring: Wiring, own: RankWiring | DetokenizerWir
         _run_child(config, wiring, own, path, parent_pid)
     if isinstance(own, RankWiring):
         return Child(f"rank {own.dp_rank}", "rank", pid, system.pidfd_open(pid))
-    return Child("detokenizer", "detokenizer", pid, system.pidfd_open(pid))
+    role = _role(own)
+    return Child(role, role, pid, system.pidfd_open(pid))
 
 
-def _run_child(config: Config, wiring: Wiring, own: RankWiring | DetokenizerWiring, path: str, parent_pid: int) -> None:
+def _role(own: ChildWiring) -> Literal["rank", "detokenizer", "probe"]:
+    match own:
+        case RankWiring():
+            return "rank"
+        case DetokenizerWiring():
+            return "detokenizer"
+        case ProbeWiring():
+            return "probe"
+
+
+def _run_child(config: Config, wiring: Wiring, own: ChildWiring, path: str, parent_pid: int) -> None:
     """Become the child: never returns."""
     code = EXIT_FATAL
     try:
@@ -116,9 +142,8 @@ def _run_child(config: Config, wiring: Wiring, own: RankWiring | DetokenizerWiri
         # are closed as objects first: closed as bare numbers, their finalizers would later close a re-used number.
         wiring.close_all_but(own)
         system.close_other_fds(own.descriptors())
-        is_rank = isinstance(own, RankWiring)
         log_module.configure(
-            "rank" if is_rank else "detokenizer",
+            _role(own),
             own.dp_rank if isinstance(own, RankWiring) else None,
             config.log.format,
             config.log.level,

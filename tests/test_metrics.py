@@ -10,9 +10,9 @@ from dsparkd.errors import InvariantError
 from dsparkd.messages import MetricsFrame
 from dsparkd.metrics import FAMILIES, Registry, Tally
 
-UNITS = ("_seconds", "_bytes", "_tokens", "_requests", "_objects", "_pages", "_info", "_streams")
+UNITS = ("_seconds", "_bytes", "_tokens", "_requests", "_objects", "_pages", "_info", "_streams", "_entries", "_rows")
 # Names of the contract's table whose last word is neither a unit nor _total.
-PLAIN_GAUGES = {"dsparkd_path_active", "dsparkd_ready", "dsparkd_exchange_sequence"}
+PLAIN_GAUGES = {"dsparkd_path_active", "dsparkd_ready", "dsparkd_exchange_sequence", "dsparkd_grammar_in_flight"}
 
 
 def frame(source: str, tally: Tally) -> MetricsFrame:

@@ -22,6 +22,7 @@ from dsparkd.config import (
     Config,
     EngineConfig,
     ExchangeConfig,
+    GrammarConfig,
     Hardware,
     HealthConfig,
     KVConfig,
@@ -94,7 +95,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         crash_dir=str(directory / "crash"),
     )
     whole = Config(
-        engine=engine, kv=KVConfig(device_bytes=64 << 20), scheduler=SchedulerConfig(max_rows=4, chunk_tokens=256)
+        engine=engine,
+        kv=KVConfig(device_bytes=64 << 20),
+        scheduler=SchedulerConfig(max_rows=4, chunk_tokens=256),
+        grammar=GrammarConfig(enabled=False),  # tests/e2e has them
     )
     return resolve(whole, Hardware(num_cuda_devices=0))
 
@@ -309,7 +313,7 @@ def test_a_killed_peer_fails_the_other_rank_with_a_report(
     failed = next(line for line in lines if line["event"] == "rank_failed")
     report = json.loads(Path(str(failed["report"])).read_text())
     assert Path(str(failed["report"])).parent == Path(config.engine.crash_dir)
-    assert report["requests"] == {"waiting": 0, "prefill": 0, "decode": 1}
+    assert report["requests"] == {"grammar_wait": 0, "waiting": 0, "prefill": 0, "decode": 1}
     assert 1 <= len(report["ticks"]) <= 256
     assert report["ticks"][-1]["rows"][0]["request_id"] == "long"
     assert [vote["tick"] for vote in report["ticks"][-1]["votes"]] == [report["ticks"][-1]["tick"]] * 2

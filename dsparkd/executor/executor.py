@@ -9,6 +9,7 @@ import torch
 
 from dsparkd.config import Config, KVConfig
 from dsparkd.errors import CheckpointError, InvariantError
+from dsparkd.executor.masks import Masker, Masks
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
 from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow
 from dsparkd.executor.staging import Stager, pad_rows
@@ -31,6 +32,7 @@ class Executor:
 
     model_config: the checkpoint's. weight_bytes: what its parameters take on this rank.
     sizes: how many pages, slots and snapshots there are, the null ones included.
+    masker: None where no request has a grammar.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Executor:
         pool: KVPool,
         exchange: ExpertExchange,
         tokenizer: Tokenizer,
+        masker: Masker | None = None,
     ) -> None:
         self.model_config = model.config
         self.weight_bytes = weight_bytes
@@ -50,11 +53,19 @@ class Executor:
         self._model = model
         self._pool = pool
         self._exchange = exchange
+        self._masker = masker
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
         self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
 
     @classmethod
-    def build(cls, config: Config, dp_rank: int, exchange: ExpertExchange, progress: Progress) -> Executor:
+    def build(
+        cls,
+        config: Config,
+        dp_rank: int,
+        exchange: ExpertExchange,
+        progress: Progress,
+        masker: Masker | None = None,
+    ) -> Executor:
         """Load this rank's weights and make its pools. Raises StartError that names what is wrong."""
         device = rank_device(config, dp_rank)
         # One thread a rank: two ranks share the machine, and a product's bits depend on how it is cut among threads.
@@ -72,7 +83,7 @@ class Executor:
         sizes = size_pool(geometry, config, budget)
         pool = KVPool(geometry, sizes, dtype, device)
         progress("pools", pool.device_bytes, pool.device_bytes)
-        return cls(dp_rank, model, weight_bytes, pool, exchange, Tokenizer.load(directory))
+        return cls(dp_rank, model, weight_bytes, pool, exchange, Tokenizer.load(directory), masker)
 
     @property
     def kv_bytes(self) -> dict[str, int]:
@@ -103,11 +114,16 @@ class Executor:
         # After the forward pass and before the next: the rings stand at the positions that the plan names.
         for save in plan.snapshot_saves:
             self._pool.save_snapshot(save.slot, save.snapshot, save.position)
-        samples, prompts = _sampler_rows(plan)
-        return _step_output(plan, self._sampler.choose(outputs.logits, samples, prompts))
+        # The device computes meanwhile; a step without a grammar touches none of this (D-14).
+        masks = self._masker.fill(plan.rows) if self._masker is not None else None
+        samples, prompts = _sampler_rows(plan, masks)
+        words = masks.words if masks is not None else None
+        return _step_output(plan, self._sampler.choose(outputs.logits, samples, prompts, words), masks)
 
     def close(self) -> None:
         """Let go of weights and pools, so that their memory is free before the process groups end."""
+        if self._masker is not None:
+            self._masker.close()
         del self._model, self._pool
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -141,17 +157,30 @@ def _has_token(tokenizer: Tokenizer, config: ModelConfig) -> list[bool]:
     return [bool(tokenizer.token_bytes(token_id)) for token_id in range(config.vocab_size)]
 
 
-def _sampler_rows(plan: Plan) -> tuple[list[SampleRow], list[PromptRow]]:
+def _sampler_rows(plan: Plan, masks: Masks | None) -> tuple[list[SampleRow], list[PromptRow]]:
     """What the sampler does for each plan row that wants something of it, in plan order."""
     samples, prompts = [], []
+    mask_rows = {index: place for place, index in enumerate(masks.rows)} if masks is not None else {}
     first_row = 0
-    for row in plan.rows:
+    for index, row in enumerate(plan.rows):
+        if row.matcher is not None and index not in mask_rows:
+            raise InvariantError(f"request {row.request_id} has a grammar and no mask")
         if row.prompt_top_logprobs is not None:
             prompts.append(PromptRow(first_row, _next_prompt_ids(row), row.prompt_top_logprobs))
         first_row += row.num_logits
         if row.sampling is not None:
             position = row.start + len(row.input_ids)
-            samples.append(SampleRow(first_row - 1, row.sampling, row.prompt_ids, row.output_ids, position))
+            samples.append(
+                SampleRow(
+                    first_row - 1,
+                    row.sampling,
+                    row.prompt_ids,
+                    row.output_ids,
+                    position,
+                    mask_rows.get(index),
+                    row.is_thinking,
+                )
+            )
     return samples, prompts
 
 
@@ -164,16 +193,20 @@ def _next_prompt_ids(row: PlanRow) -> tuple[int, ...]:
     return row.prompt_ids[row.start + 1 : row.start + len(row.input_ids) + 1]
 
 
-def _step_output(plan: Plan, choices: Choices) -> StepOutput:
+def _step_output(plan: Plan, choices: Choices, masks: Masks | None) -> StepOutput:
     """Hand the sampler's results back to the plan's rows."""
     chosen = iter(zip(choices.token_ids, choices.logprobs, strict=True))
     read = iter(choices.prompt_logprobs)
+    failures = masks.failures if masks is not None else {}
     rows = []
-    for row in plan.rows:
+    for index, row in enumerate(plan.rows):
         prompt_logprobs = next(read) if row.prompt_top_logprobs is not None else None
         if row.sampling is None:
             rows.append(RowOutput((), None, prompt_logprobs))
             continue
         token_id, logprob = next(chosen)
-        rows.append(RowOutput((token_id,), None if logprob is None else (logprob,), prompt_logprobs))
-    return StepOutput(tuple(rows))
+        logprobs = None if logprob is None else (logprob,)
+        rows.append(RowOutput((token_id,), logprobs, prompt_logprobs, failures.get(index)))
+    if masks is None:
+        return StepOutput(tuple(rows))
+    return StepOutput(tuple(rows), len(masks.rows), masks.walk_ns)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from dsparkd.messages import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
 
 
 class StepKind(IntEnum):
@@ -30,6 +34,8 @@ class PlanRow:
     prompt_ids, output_ids: the whole history before this step (for penalties and min_tokens).
     prompt_top_logprobs: how many alternatives to report beside each prompt token's log-probability; None when those
         are not wanted. Where they are, num_logits covers every token of input_ids, and sampling may still be None.
+    matcher: the place in the grammar that the sampled id must follow; None where any id may be sampled.
+    is_thinking: the id is reasoning before a grammar, which the end of the text would leave without its sentence.
     """
 
     request_id: str
@@ -42,6 +48,8 @@ class PlanRow:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     prompt_top_logprobs: int | None = None
+    matcher: Matcher | None = None
+    is_thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +86,31 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Why a row has no id: its request ends with this status, code and message, its neighbours go on."""
+
+    status: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class RowOutput:
     """What a step produced for one PlanRow: ids in order (none, one, or an accepted run later), the logprobs of
     each id if asked for, and log-probabilities of prompt tokens (of input_ids[1:], and of the next prompt token
-    for the chunk's last position where the prompt goes on) if `prompt_logprobs` was asked for."""
+    for the chunk's last position where the prompt goes on) if `prompt_logprobs` was asked for. failure: the ids mean
+    nothing."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    failure: RowFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Outputs aligned with Plan.rows."""
+    """Outputs aligned with Plan.rows. num_masked: rows that a grammar held. walk_ns: what finding their masks took."""
 
     rows: tuple[RowOutput, ...]
+    num_masked: int = 0
+    walk_ns: int = 0

@@ -1,9 +1,9 @@
 """Sampler: logits to token ids and log-probabilities, row by row.
 
 A row's token is a pure function of its logits, its parameters, its history and its noise key: every operation here is
-elementwise or reduces one row, so neighbours cannot move a bit. The order of the rules is penalties, logit_bias,
-min_tokens, ids without a token, temperature, top_k, top_p, min_p; then argmax(score + noise), or the plain argmax at
-temperature 0. Log-probabilities are the model's own, read before any of these.
+elementwise or reduces one row, so neighbours cannot move a bit. The order of the rules is penalties, logit_bias, the
+grammar's mask, min_tokens, ids without a token, temperature, top_k, top_p, min_p; then argmax(score + noise), or the
+plain argmax at temperature 0. Log-probabilities are the model's own, read before any of these.
 
 Letters: R logit rows, V vocabulary, K alternatives.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
+from dsparkd.executor.masks import allowed_ids
 from dsparkd.kernels import noise, sampling
 from dsparkd.messages import SamplingParams, TokenLogprob
 
@@ -31,13 +32,18 @@ PROMPT_ROWS = 256
 
 
 class SampleRow(NamedTuple):
-    """One token to choose: from row `logits_row`, to stand at `position` of the sequence, after the given history."""
+    """One token to choose: from row `logits_row`, to stand at `position` of the sequence, after the given history.
+
+    mask_row: the row of masks that holds the choice; None: no mask. keeps_on: the text may not end with this token.
+    """
 
     logits_row: int
     sampling: SamplingParams
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     position: int
+    mask_row: int | None = None
+    keeps_on: bool = False
 
 
 class PromptRow(NamedTuple):
@@ -72,10 +78,17 @@ class Sampler:
         # None where every id is a token: nothing to add then.
         self._no_token = None if all(has_token) else torch.tensor(penalty, dtype=torch.float32, device=device)
 
-    def choose(self, logits: Tensor, samples: Sequence[SampleRow], prompts: Sequence[PromptRow] = ()) -> Choices:
+    def choose(
+        self,
+        logits: Tensor,
+        samples: Sequence[SampleRow],
+        prompts: Sequence[PromptRow] = (),
+        words: Tensor | None = None,
+    ) -> Choices:
         """Choose a token for each sample and read the prompts' log-probabilities; one copy to the host.
 
-        logits [R, V] float32; the call may overwrite them. Raises InvariantError when a row has no finite winner.
+        logits [R, V] float32; the call may overwrite them. words [M, V / 32 rounded up] int32 on the host: the masks
+        that samples name. Raises InvariantError when a row has no finite winner.
         """
         rows = [sample.logits_row for sample in samples]
         parts = [self._read_prompt(logits, prompt) for prompt in prompts]
@@ -84,18 +97,21 @@ class Sampler:
         raw = logits[[rows[i] for i in wanted]] if wanted else logits[:0]
         if rows != list(range(logits.shape[0])):
             logits = logits[rows]
-        best, ids = self._choose(logits, samples)
+        best, ids = self._choose(logits, samples, words)
         top = max((samples[i].sampling.top_logprobs or 0 for i in wanted), default=0)
         parts += [self._logprobs(raw, ids[wanted], top)] if wanted else []
         parts += [best.double(), ids.double()]
         host: list[float] = torch.cat([part.reshape(-1) for part in parts]).tolist()
         return self._unpack(host, samples, prompts, wanted, top)
 
-    def _choose(self, logits: Tensor, samples: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return each row's winning score [R] float32 and id [R] int64; edits logits."""
         for i, sample in enumerate(samples):
             if _edits(sample):
                 self._edit(logits[i], sample)
+        self._mask(logits, samples, words)
+        for i, sample in enumerate(samples):
+            self._hold_back_ends(logits[i], sample)
         if self._no_token is not None:
             logits += self._no_token
         drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
@@ -122,9 +138,39 @@ class Sampler:
         if params.logit_bias:
             biased, biases = zip(*params.logit_bias, strict=True)
             row[self._ids(biased)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
+
+    def _mask(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
+        """Take what the grammars forbid out of their rows; touches no other row."""
+        held = [(i, sample.mask_row) for i, sample in enumerate(samples) if sample.mask_row is not None]
+        if not held:
+            return
+        if words is None:
+            raise InvariantError(f"{len(held)} rows with a grammar, and no masks")
+        rows, mask_rows = zip(*held, strict=True)
+        chosen = words[list(mask_rows)].to(self._device, non_blocking=True)
+        allowed = allowed_ids(chosen, logits.shape[1])
+        index = list(rows)
+        logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+
+    def _hold_back_ends(self, row: Tensor, sample: SampleRow) -> None:
+        """Let the text go on: below min_tokens, and before a grammar begins.
+
+        Where a grammar allows nothing but the end, the end stays (D-26). No host sync.
+        """
+        params = sample.sampling
+        ends: tuple[int, ...] = ()
         if len(sample.output_ids) < params.min_tokens:
             ends = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self._eos_ids)
+        if sample.keeps_on:
+            ends = (*ends, *self._eos_ids)
+        if not ends:
+            return
+        if sample.mask_row is None:
             row[self._ids(ends)] = -math.inf
+            return
+        without = row.clone()
+        without[self._ids(ends)] = -math.inf
+        row.copy_(torch.where(without.isfinite().any(), without, row))
 
     def _noisy(self, logits: Tensor, samples: Sequence[SampleRow]) -> Tensor:
         """Return temperature-scaled, filtered scores plus noise [R, V]; every row has a temperature above 0."""
@@ -218,7 +264,6 @@ def _edits(sample: SampleRow) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or bool(params.logit_bias)
-        or len(sample.output_ids) < params.min_tokens
     )
 
 

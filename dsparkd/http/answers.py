@@ -48,9 +48,10 @@ def pieces_of(arrived: Arrived) -> list[Piece]:
 def _joined(index: int, deltas: Sequence[TextDelta]) -> Piece:
     finish = deltas[-1].finish
     if finish is not None and finish.reason == "error":
-        raise RequestError(
-            f"the generation failed: {finish.error or 'no reason given'}", status=500, code="generation_failed"
-        )
+        message = f"the generation failed: {finish.error or 'no reason given'}"
+        if finish.code is not None:
+            raise RequestError(message, status=finish.status, code=finish.code)
+        raise RequestError(message, status=500, code="generation_failed")
     return Piece(
         index,
         "".join(delta.text for delta in deltas),
@@ -148,6 +149,7 @@ class ChatAnswers:
     def __init__(self, chat: ChatWork, model: str, encoding: ChatEncoding) -> None:
         self.usage = Usage(chat.work.n)
         self._work = chat.work
+        self._warnings = _warnings_of(chat.work)
         self._head = _head(f"chatcmpl-{chat.work.request_id}", model)
         self._choices = [
             _ChatChoice(
@@ -189,7 +191,7 @@ class ChatAnswers:
 
     def body(self) -> Json:
         """The whole answer."""
-        choices = [
+        choices: list[Json] = [
             {
                 "index": index,
                 "message": _message_body(choice),
@@ -200,7 +202,7 @@ class ChatAnswers:
             }
             for index, choice in enumerate(self._choices)
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self.usage.body()}
+        return _whole(self._head, "chat.completion", choices, self.usage, self._warnings)
 
     def finish_reasons(self) -> list[str | None]:
         """Of each choice."""
@@ -234,7 +236,12 @@ class ChatAnswers:
                 "stop_reason": choice.stop_reason,
                 "seed": choice.seed,
             }
-        return _chunk(self._head, "chat.completion.chunk", body, self._work.include_usage)
+        return _chunk(self._head, "chat.completion.chunk", body, self._work.include_usage, self._take_warnings())
+
+    def _take_warnings(self) -> list[Json]:
+        """They go with a stream's first chunk."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
 
 def _delta_body(delta: OutputDelta) -> Json:
@@ -303,6 +310,7 @@ class CompletionAnswers:
     def __init__(self, completion: CompletionWork, model: str, tokenizer: Tokenizer) -> None:
         self.usage = Usage(completion.work.n)
         self._work = completion.work
+        self._warnings = _warnings_of(completion.work)
         self._echoes = completion.echoes
         self._head = _head(f"cmpl-{completion.work.request_id}", model)
         self._tokenizer = tokenizer
@@ -342,7 +350,7 @@ class CompletionAnswers:
 
     def body(self) -> Json:
         """The whole answer."""
-        choices = []
+        choices: list[Json] = []
         for index, choice in enumerate(self._choices):
             text = choice.text
             if self._echoes is not None and not self._wants_prompt_logprobs:
@@ -357,7 +365,7 @@ class CompletionAnswers:
                     "seed": choice.seed,
                 }
             )
-        return {**self._head, "object": "text_completion", "choices": choices, "usage": self.usage.body()}
+        return _whole(self._head, "text_completion", choices, self.usage, self._warnings)
 
     def finish_reasons(self) -> list[str | None]:
         """Of each choice."""
@@ -410,7 +418,12 @@ class CompletionAnswers:
                 "stop_reason": choice.stop_reason,
                 "seed": choice.seed,
             }
-        return _chunk(self._head, "text_completion", body, self._work.include_usage)
+        return _chunk(self._head, "text_completion", body, self._work.include_usage, self._take_warnings())
+
+    def _take_warnings(self) -> list[Json]:
+        """They go with a stream's first chunk."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
 
 def _text_logprobs(entries: Sequence[tuple[TextLogprob, int]]) -> Json:
@@ -436,8 +449,21 @@ def _head(answer_id: str, model: str) -> Json:
     return {"id": answer_id, "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
 
 
-def _chunk(head: Json, kind: str, choice: Json, include_usage: bool) -> Json:
+def _warnings_of(work: Work) -> list[Json]:
+    """What of the request's schema is enforced in part."""
+    found = work.constraint.warnings if work.constraint is not None else ()
+    return [{"kind": warning.kind, "pointer": warning.pointer, "message": warning.message} for warning in found]
+
+
+def _whole(head: Json, kind: str, choices: list[Json], usage: Usage, warnings: list[Json]) -> Json:
+    body: Json = {**head, "object": kind, "choices": choices, "usage": usage.body()}
+    return body | ({"warnings": warnings} if warnings else {})
+
+
+def _chunk(head: Json, kind: str, choice: Json, include_usage: bool, warnings: list[Json]) -> Json:
     chunk: Json = {**head, "object": kind, "choices": [choice]}
     if include_usage:
         chunk["usage"] = None
+    if warnings:
+        chunk["warnings"] = warnings
     return chunk

@@ -13,8 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dsparkd.config import Config
+from dsparkd.config import Config, GrammarConfig
 from dsparkd.errors import RequestError
+from dsparkd.grammar.spec import ConstraintOptions
+from dsparkd.grammar.tools import MARKER
 from dsparkd.http.endpoint import Endpoint, Handler, Incoming, json_response
 from dsparkd.http.generate import Generate
 from dsparkd.http.intake import Intake
@@ -41,6 +43,7 @@ def build_app(config: Config, router: Router, registry: Registry) -> Starlette:
         config.engine.max_context_tokens,
         tokenizer,
         encoding,
+        grammars=_constraint_options(config.grammar, tokenizer),
         clock=time.monotonic_ns,
     )
     keys = ApiKeys.load(config.server)
@@ -95,6 +98,17 @@ def build_app(config: Config, router: Router, registry: Registry) -> Starlette:
 
     app.router.default = route_not_found
     return app
+
+
+def _constraint_options(grammar: GrammarConfig, tokenizer: Tokenizer) -> ConstraintOptions | None:
+    if not grammar.enabled:
+        return None
+    return ConstraintOptions(
+        unsupported=grammar.unsupported,
+        any_whitespace=grammar.any_whitespace,
+        max_whitespace=grammar.max_whitespace,
+        marker_id=tokenizer.marker_id(MARKER),
+    )
 
 
 async def _not_found(incoming: Incoming) -> Response:

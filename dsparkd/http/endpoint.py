@@ -32,6 +32,8 @@ _REFUSAL_REASONS = {
     "batch_too_large": "too_large",
     "too_many_logprobs": "too_large",
     "context_length_exceeded": "too_large",
+    "grammar_too_large": "too_large",
+    "grammar_too_costly": "too_large",
     "queue_full": "queue_full",
     "invalid_dp_rank": "bad_rank",
     "conflicting_dp_rank": "bad_rank",

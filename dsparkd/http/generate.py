@@ -80,12 +80,12 @@ class Generate:
     async def _answer(self, incoming: Incoming, work: Work, answers: Answers) -> Response:
         """Submit, wait for admission, then answer in the way that was asked for."""
         incoming.request_id = work.request_id
-        submission = await self._router.submit(work.items)
+        submission = await self._router.submit(work.items, work.constraint.grammar if work.constraint else None)
         incoming.fields["items"] = len(work.items)
         incoming.fields["dp_ranks"] = sorted({handle.dp_rank for handle in submission.handles})
         admitted = False
         try:
-            await submission.admitted()
+            await self._admitted(submission, work)
             admitted = True
             if work.stream:
                 # From here on the stream owns the submission.
@@ -100,6 +100,15 @@ class Generate:
             return json_response(answers.body())
         # A few hundred thousand log-probabilities take as many microseconds to write: not while every stream waits.
         return await self._in_thread(lambda: json_response(answers.body()))
+
+    async def _admitted(self, submission: Submission, work: Work) -> None:
+        """Wait for admission; a rank that refuses the grammar cannot know where in the body it stands."""
+        try:
+            await submission.admitted()
+        except RequestError as error:
+            if work.constraint is not None and error.status == 400 and error.param is None:
+                raise RequestError(error.message, code=error.code, param=work.grammar_param) from error
+            raise
 
 
 class EventStream(Response):

@@ -5,6 +5,7 @@ Pure computation on one request, so it runs in the text threads, never on the lo
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import msgspec
 
 from dsparkd.config import LimitsConfig
 from dsparkd.errors import RequestError
+from dsparkd.grammar.key import read_json
+from dsparkd.grammar.spec import SOURCES, Constraint, ConstraintOptions, parse_constraint
 from dsparkd.http import openai
 from dsparkd.http.body import decode, parse_object
 from dsparkd.messages import SamplingParams, TokenizedRequest
@@ -57,6 +60,8 @@ class Work:
     n: int
     stream: bool
     include_usage: bool
+    constraint: Constraint | None = None
+    grammar_param: str | None = None  # where the body asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,9 @@ class ChatFields(Protocol):
     @property
     def tools(self) -> list[openai.ToolDefinition] | None: ...
     @property
-    def tool_choice(self) -> str | None: ...
+    def tool_choice(self) -> str | openai.ToolChoice | None: ...
+    @property
+    def response_format(self) -> openai.JsonObject | None: ...
     @property
     def thinking(self) -> bool | openai.Thinking | None: ...
     @property
@@ -94,7 +101,8 @@ class ChatFields(Protocol):
 class Intake:
     """Immutable, so any thread may use it.
 
-    clock: CLOCK_MONOTONIC nanoseconds. draw_seed: a seed for a request that names none.
+    grammars: how constraints are read; None where grammars are off. clock: CLOCK_MONOTONIC nanoseconds. draw_seed: a
+    seed for a request that names none.
     """
 
     def __init__(
@@ -105,6 +113,7 @@ class Intake:
         tokenizer: Tokenizer,
         encoding: ChatEncoding,
         *,
+        grammars: ConstraintOptions | None = None,
         clock: Callable[[], int],
         draw_seed: Callable[[], int] = lambda: secrets.randbits(DRAWN_SEED_BITS),
     ) -> None:
@@ -113,6 +122,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.encoding = encoding
         self._limits = limits
+        self._grammars = grammars
         self._clock = clock
         self._draw_seed = draw_seed
 
@@ -120,6 +130,7 @@ class Intake:
         """Read a body of /v1/chat/completions. Raises RequestError."""
         value = parse_object(raw)
         openai.refuse_unsupported(value)
+        constraint = self._constraint(value)
         body = decode(value, openai.ChatRequest)
         self.require_model(body.model)
         n = self._require_batch_size(1, body.n or 1)
@@ -138,13 +149,25 @@ class Intake:
             param="messages",
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        work = self._work(body, envelope, [prompt.ids], [sampling], [body.routed_dp_rank], n, encoded_ns)
+        work = self._work(
+            body,
+            envelope,
+            [prompt.ids],
+            [sampling],
+            [body.routed_dp_rank],
+            n,
+            encoded_ns,
+            starts_in_reasoning=prompt.starts_in_reasoning,
+        )
+        work = dataclasses.replace(work, constraint=constraint, grammar_param=_grammar_param(value))
         return ChatWork(work, prompt, parse_calls=bool(chat.tools))
 
     def completion(self, raw: bytes, envelope: Envelope) -> CompletionWork:
         """Read a body of /v1/completions. Raises RequestError."""
         value = parse_object(raw)
         openai.refuse_unsupported(value)
+        # Fields of a chat are left to the next line, which knows none of them.
+        constraint = self._constraint({name: value[name] for name in value if name not in openai.TOOL_FIELDS})
         body = decode(value, openai.CompletionRequest)
         self.require_model(body.model)
         prompts = prompts_of(body.prompt)
@@ -170,6 +193,7 @@ class Intake:
         if body.echo and body.logprobs is not None:
             _require_few_prompt_logprobs(sum(map(len, all_ids)) * n * (1 + body.logprobs))
         work = self._work(body, envelope, all_ids, samplings, ranks, n, encoded_ns)
+        work = dataclasses.replace(work, constraint=constraint, grammar_param=_grammar_param(value))
         if not body.echo:
             return CompletionWork(work, None)
         hide_special = body.skip_special_tokens is not False
@@ -205,6 +229,13 @@ class Intake:
         """Text of ids; bytes that are no UTF-8 become U+FFFD."""
         shown = (token_id for token_id in ids if not (hide_special and self.tokenizer.is_special(token_id)))
         return b"".join(map(self.tokenizer.token_bytes, shown)).decode(errors="replace")
+
+    def _constraint(self, value: dict[str, object]) -> Constraint | None:
+        """What the answer must match; None: anything. Raises RequestError."""
+        if self._grammars is None:
+            openai.refuse_grammars(value)
+            return None
+        return parse_constraint(value, self._grammars)
 
     def require_model(self, model: str) -> None:
         """Raise RequestError 404 for a model that is not served."""
@@ -317,6 +348,7 @@ class Intake:
         ranks: Sequence[int | None],
         n: int,
         encoded_ns: int,
+        starts_in_reasoning: bool = False,
     ) -> Work:
         _require_few_tokens(sum(map(len, prompts)) * n)
         request_id = _request_id(body, envelope)
@@ -330,6 +362,7 @@ class Intake:
                 prompt_ids=tuple(prompts[prompt_index]),
                 sampling=samplings[prompt_index] if n == 1 else _for_choice(samplings[prompt_index], choice),
                 skip_special_tokens=body.skip_special_tokens is not False,
+                starts_in_reasoning=starts_in_reasoning,
                 received_ns=envelope.received_ns,
                 encoded_ns=encoded_ns,
                 tokenized_ns=tokenized_ns,
@@ -360,6 +393,21 @@ def _require_few_prompt_logprobs(count: int) -> None:
             code="too_many_logprobs",
             param="logprobs",
         )
+
+
+def _grammar_param(value: dict[str, object]) -> str | None:
+    """JSON pointer of the field that asks for the grammar: of what the compiler refuses, it names no smaller place."""
+    for field in SOURCES:
+        outer, _, inner = field.partition(".")
+        found = value.get(outer)
+        if inner:
+            found = found.get(inner) if isinstance(found, dict) else None
+        if found is not None:
+            return "/" + field.replace(".", "/")
+    response_format = value.get("response_format")
+    if isinstance(response_format, dict) and response_format.get("type") != "text":
+        return "/response_format"
+    return "/tools" if value.get("tools") else None
 
 
 def _or(value: float | None, default: float) -> float:
@@ -450,7 +498,15 @@ def chat_of(messages: Sequence[openai.ChatMessage], fields: ChatFields) -> Chat:
         tools=[Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools],
         thinking=thinking,
         effort=_EFFORTS.get(fields.reasoning_effort or ""),
+        response_schema=_response_schema(fields.response_format),
     )
+
+
+def _response_schema(response_format: openai.JsonObject | None) -> object | None:
+    """The schema that the prompt tells of: that of `response_format`, which belongs to the model's own format."""
+    inner = (response_format or {}).get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    return read_json(schema, "/response_format/json_schema/schema") if isinstance(schema, str) else schema
 
 
 def _thinking(fields: ChatFields) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from dsparkd.errors import RequestError
+from dsparkd.grammar.spec import SOURCES
 
 MAX_SEED = (1 << 63) - 1
 MAX_INT = (1 << 31) - 1
@@ -24,7 +25,11 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}" + _END)]
 CalledName = Annotated[str, Meta(pattern=r'^[^"\n]{1,256}' + _END)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Ignored = object
+Ignored = Annotated[object, Meta(description="Accepted and ignored.")]
+
+# What these hold is read by dsparkd.grammar.spec, which names the place of a mistake.
+JsonObject = dict[str, object]
+SchemaValue = JsonObject | str | bool
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,12 +41,6 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 
     include_usage: bool = False
     include_obfuscation: Ignored = None
-
-
-class TextFormat(Body, frozen=True, kw_only=True):
-    """The only response format that needs no grammar."""
-
-    type: Literal["text"]
 
 
 class Generation(Body, frozen=True, kw_only=True):
@@ -67,12 +66,19 @@ class Generation(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: TextFormat | None = None
-    json_schema: None = None
-    json_object: None = None
-    regex: None = None
-    ebnf: None = None
-    structural_tag: None = None
+    response_format: JsonObject | None = None
+    json_schema: SchemaValue | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    choice: list[str] | None = None
+    structural_tag: JsonObject | str | None = None
+    guided_json: SchemaValue | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: JsonObject | None = None
     routed_dp_rank: int | None = None
     request_id: RequestId | None = None
     user: Ignored = None
@@ -169,7 +175,7 @@ class Function(Body, frozen=True, kw_only=True):
     name: ToolName
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class ToolDefinition(Body, frozen=True, kw_only=True):
@@ -177,6 +183,19 @@ class ToolDefinition(Body, frozen=True, kw_only=True):
 
     type: Literal["function"]
     function: Function
+
+
+class ChosenFunction(Body, frozen=True, kw_only=True):
+    """The name of a declared function."""
+
+    name: str
+
+
+class ToolChoice(Body, frozen=True, kw_only=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class Thinking(Body, frozen=True, kw_only=True):
@@ -204,14 +223,14 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
 
     messages: Messages
     tools: Tools | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     thinking: bool | Thinking | None = None
     chat_template_kwargs: TemplateFields | None = None
     reasoning_effort: ReasoningEffort | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     functions: None = None
     function_call: None = None
 
@@ -236,7 +255,8 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    response_format: JsonObject | None = None
     thinking: bool | Thinking | None = None
     chat_template_kwargs: TemplateFields | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -250,7 +270,8 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+_GRAMMAR_FIELDS = frozenset(source.partition(".")[0] for source in SOURCES)
 
 # Fields that clients know from elsewhere, with what to do instead.
 _REFUSED = {
@@ -264,47 +285,34 @@ _REFUSED = {
 def refuse_unsupported(value: dict[str, object]) -> None:
     """Refuse what a well-formed request may ask for and this server cannot do, with a reason instead of a type error.
 
-    Grammars: at most one may be named, `ignore_eos` contradicts each, and none can be enforced by this version.
     Raises RequestError.
     """
     for field, remedy in _REFUSED.items():
         if value.get(field) is not None:
             raise RequestError(remedy, code="unsupported_field", param=field)
-    _refuse_grammars(value)
-    choice = value.get("tool_choice")
-    if isinstance(choice, dict) or choice == "required":
-        raise RequestError(
-            'a forced tool call needs a grammar, which this version cannot enforce; use "auto" or "none"',
-            code="unsupported_tool_choice",
-            param="tool_choice",
-        )
-    if value.get("parallel_tool_calls") is False:
-        raise RequestError(
-            "a single call needs a grammar, which this version cannot enforce; leave parallel_tool_calls out",
-            code="unsupported_field",
-            param="parallel_tool_calls",
-        )
 
 
-def _refuse_grammars(value: dict[str, object]) -> None:
-    named = [field for field in GRAMMAR_FIELDS if value.get(field) is not None]
-    response_format = value.get("response_format")
+def refuse_grammars(value: dict[str, object]) -> None:
+    """Where the operator switched grammars off, refuse each request that needs one. Raises RequestError."""
+    named = [field for field in value if field in _GRAMMAR_FIELDS and value[field] is not None]
+    response_format, choice = value.get("response_format"), value.get("tool_choice")
     if isinstance(response_format, dict) and response_format.get("type") != "text":
         named.append("response_format")
-    if not named:
-        return
-    if len(named) > 1:
+    if choice == "required" or isinstance(choice, dict):
+        named.append("tool_choice")
+    if value.get("parallel_tool_calls") is False:
+        named.append("parallel_tool_calls")
+    tools = value.get("tools")
+    if isinstance(tools, list) and choice != "none" and any(map(_is_strict, tools)):
+        named.append("tools")
+    if named:
         raise RequestError(
-            f"{' and '.join(named)} exclude each other; send one", code="conflicting_grammars", param=named[1]
+            f"{named[0]} needs a grammar, and the operator switched those off (grammar.enabled); leave it out",
+            code="unsupported_grammar",
+            param=f"/{named[0]}",
         )
-    if value.get("ignore_eos") is True:
-        raise RequestError(
-            "ignore_eos contradicts a grammar, which ends the text; leave one out",
-            code="ignore_eos_with_grammar",
-            param="ignore_eos",
-        )
-    raise RequestError(
-        f"{named[0]} asks for a grammar, which this version cannot enforce; leave it out",
-        code="unsupported_grammar",
-        param=named[0],
-    )
+
+
+def _is_strict(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and function.get("strict") is True

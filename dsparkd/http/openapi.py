@@ -85,7 +85,7 @@ def openapi_document(limits: LimitsConfig) -> Json:
 def _anything(kind: type) -> Json:
     if kind is not object:
         raise NotImplementedError  # what msgspec expects of a schema hook for any other type
-    return {"description": "Accepted and ignored."}
+    return {"description": "Any value."}
 
 
 def _post(path: str, body: type[msgspec.Struct], summary: str) -> Json:

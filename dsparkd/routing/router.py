@@ -23,6 +23,7 @@ from dsparkd.messages import (
     Farewell,
     FromDetokenizer,
     FromRank,
+    Grammar,
     LoadSnapshot,
     MetricsFrame,
     Progress,
@@ -263,8 +264,8 @@ class Router:
         known = [snapshot for snapshot in self._snapshots if snapshot is not None]
         return judge_ranks(known, self._clock(), max_age_s=self._health.max_age_s, max_skew_s=self._health.max_skew_s)
 
-    async def submit(self, items: Sequence[Item]) -> Submission:
-        """Send a whole API batch on its way, or nothing of it.
+    async def submit(self, items: Sequence[Item], grammar: Grammar | None = None) -> Submission:
+        """Send a whole API batch on its way, or nothing of it. grammar: what each answer must match.
 
         Items that all name one rank leave as one frame; otherwise at most one frame a rank leaves, and items without
         a rank go to the least loaded one. Raises RequestError; then nothing was sent or counted.
@@ -293,7 +294,7 @@ class Router:
         self._idle.clear()
         for rank, requests in batches.items():
             self._frames[rank] += 1
-            self._outboxes[rank].put_nowait(RoutedBatch(rank, self._frames[rank], tuple(requests)))
+            self._outboxes[rank].put_nowait(RoutedBatch(rank, self._frames[rank], tuple(requests), grammar))
             self._registry.tally.inc(metrics.ROUTED_BATCHES, str(rank), delivery)
         return submission
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from dsparkd import log as log_module
 from dsparkd import metrics
-from dsparkd.executor.plan import Plan
+from dsparkd.errors import RequestError
+from dsparkd.executor.plan import Plan, RowFailure, StepOutput
 from dsparkd.messages import MetricsFrame
 from dsparkd.native.exchange import Timing
 from dsparkd.scheduler.agreement import Agreement, Channel
@@ -14,9 +16,28 @@ from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request
 from dsparkd.scheduler.results import Ended
 
+if TYPE_CHECKING:
+    from dsparkd.grammar.cache import Ticket
+    from dsparkd.scheduler.grammars import GrammarDesk
+
 log = log_module.get()
 
 FRAME_PERIOD_NS = 1_000_000_000
+
+# Why a request with a grammar failed, by the code that its client gets; the others say that the grammar is invalid.
+_GRAMMAR_FAILURES = {
+    "grammar_too_large": "too_large",
+    "grammar_too_costly": "too_large",
+    "grammar_timeout": "timeout",
+    "grammar_unavailable": "unavailable",
+    "grammar_store_corrupt": "store_corrupt",
+    "grammar_store_io": "store_io",
+    "request_aborted": "aborted",
+    "grammar_violation": "violation",
+    "grammar_traversal_timeout": "traversal",
+    "grammar_traversal_failed": "traversal",
+}
+_COMPILE_KINDS = {"json_schema": "json", "tool_calls": "structural_tag", "choice": "ebnf"}
 
 
 class Account:
@@ -29,6 +50,7 @@ class Account:
         self._tick_start_ns = self._lap_ns = clock()
         self._next_frame_ns = clock()
         self._woken_ns = 0
+        self._evictions: dict[str, int] = {}
 
     # Phases of a tick
 
@@ -128,6 +150,8 @@ class Account:
         for end in ends:
             request, message = end.request, end.request.message
             self._tally.inc(metrics.REQUESTS, self._rank, end.ending.reason)
+            if end.ending.failure is not None:
+                self.grammar_failed(end.ending.failure)
             duration_s = (now_ns - message.received_ns) / 1e9
             self._tally.observe(metrics.REQUEST_SECONDS, self._rank, value=duration_s)
             log.info(
@@ -147,6 +171,46 @@ class Account:
                 duration_s=round(duration_s, 6),
             )
 
+    # Grammars
+
+    def grammar_resolved(self, ticket: Ticket) -> None:
+        """Count a request that has its grammar, and how long it waited for it."""
+        self._tally.inc(metrics.GRAMMAR_RESOLUTIONS, self._rank, ticket.source)
+        waited_s = (self._clock() - ticket.begun_ns) / 1e9
+        self._tally.observe(metrics.GRAMMAR_RESOLUTION_SECONDS, self._rank, ticket.source, value=waited_s)
+
+    def grammar_failed(self, failure: RequestError | RowFailure) -> None:
+        """Count a request that its grammar ends."""
+        self._tally.inc(metrics.GRAMMAR_FAILURES, self._rank, _GRAMMAR_FAILURES.get(failure.code, "invalid"))
+
+    def masked(self, plan: Plan, output: StepOutput) -> None:
+        """Count a step that a grammar has a part in."""
+        if output.num_masked:
+            self._tally.inc(metrics.MASK_STEPS, self._rank, "masked")
+            self._tally.observe(metrics.MASK_ROWS, self._rank, value=output.num_masked)
+            self._tally.observe(metrics.MASK_SECONDS, self._rank, "traverse", value=output.walk_ns / 1e9)
+        elif any(row.is_thinking for row in plan.rows):
+            self._tally.inc(metrics.MASK_STEPS, self._rank, "thinking_only")
+
+    def _note_grammars(self, desk: GrammarDesk) -> None:
+        """Take over what the grammar thread counted, and how the cache stands."""
+        for event, label, value in desk.service.take_events():
+            if event == "compile_seconds":
+                kind = _COMPILE_KINDS.get(label, label)
+                self._tally.observe(metrics.GRAMMAR_COMPILE_SECONDS, self._rank, kind, value=value)
+            elif event == "store_decision":
+                self._tally.inc(metrics.GRAMMAR_STORE_DECISIONS, self._rank, label)
+            else:
+                self._tally.inc(metrics.GRAMMAR_STORE_ERRORS, self._rank, label)
+        state = desk.service.cache.state()
+        self._tally.set(metrics.GRAMMAR_CACHE_BYTES, self._rank, to=state.num_bytes)
+        self._tally.set(metrics.GRAMMAR_CACHE_ENTRIES, self._rank, to=state.num_entries)
+        self._tally.set(metrics.GRAMMAR_IN_FLIGHT, self._rank, to=state.num_in_flight)
+        for cause, count in state.evictions.items():
+            new = count - self._evictions.get(cause, 0)
+            self._evictions[cause] = count
+            self._tally.inc(metrics.GRAMMAR_CACHE_EVICTIONS, self._rank, cause, by=new)
+
     def retracted(self, count: int) -> None:
         """Count decode rows that were put back."""
         if count:
@@ -154,13 +218,15 @@ class Account:
 
     # Frames
 
-    def due_frame(self, queue: RequestQueue, memory: Memory) -> MetricsFrame | None:
+    def due_frame(self, queue: RequestQueue, memory: Memory, desk: GrammarDesk | None = None) -> MetricsFrame | None:
         """A frame once a second, else None."""
-        return self.frame(queue, memory) if self._clock() >= self._next_frame_ns else None
+        return self.frame(queue, memory, desk) if self._clock() >= self._next_frame_ns else None
 
-    def frame(self, queue: RequestQueue, memory: Memory) -> MetricsFrame:
+    def frame(self, queue: RequestQueue, memory: Memory, desk: GrammarDesk | None = None) -> MetricsFrame:
         """Everything counted so far, with the gauges as they are now."""
         self._next_frame_ns = self._clock() + FRAME_PERIOD_NS
+        if desk is not None:
+            self._note_grammars(desk)
         for state, count in queue.counts().items():
             self._tally.set(metrics.SCHEDULER_REQUESTS, self._rank, state, to=count)
         pages, snapshots = memory.pages, memory.snapshots

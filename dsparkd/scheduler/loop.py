@@ -11,11 +11,11 @@ import select
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, assert_never
+from typing import TYPE_CHECKING, NoReturn, Protocol, assert_never
 
 import msgspec
 
-from dsparkd.errors import ExchangeStopped, InvariantError, PeerError
+from dsparkd.errors import ExchangeStopped, InvariantError, PeerError, RequestError
 from dsparkd.executor.plan import Plan, StepKind, StepOutput
 from dsparkd.ipc.channel import Channel as Line
 from dsparkd.messages import (
@@ -43,10 +43,14 @@ from dsparkd.scheduler.agreement import (
     vote,
 )
 from dsparkd.scheduler.exchange import Exchange, Words
+from dsparkd.scheduler.grammars import GrammarDesk
 from dsparkd.scheduler.policy import Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
-from dsparkd.scheduler.request import Memory, Request
+from dsparkd.scheduler.request import Memory, Request, State
 from dsparkd.scheduler.results import Committed, Committer, Ended
+
+if TYPE_CHECKING:
+    from dsparkd.grammar.cache import Ticket
 
 NUM_RECORDS = 256
 RETRY_AFTER_S = 1  # a queue slot frees with each request that ends; a client need not wait longer than that
@@ -93,13 +97,14 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a tick works with."""
+    """What a tick works with. grammars: None where requests have none."""
 
     queue: RequestQueue
     memory: Memory
     planner: Planner
     committer: Committer
     stepper: Stepper
+    grammars: GrammarDesk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +120,17 @@ class RowRecord:
 
 @dataclass(frozen=True, slots=True)
 class TickRecord:
-    """One tick as a crash report shows it: both votes, what came of them, and this rank's rows."""
+    """One tick as a crash report shows it: both votes, what came of them, and this rank's rows.
+
+    settled: requests whose wait for a grammar ended before the tick was planned.
+    """
 
     tick: int
     rank0: Payload
     rank1: Payload
     agreement: Agreement
     rows: tuple[RowRecord, ...]
+    settled: tuple[str, ...] = ()
 
 
 class Loop:
@@ -145,6 +154,7 @@ class Loop:
         self._stopping = False
         self._deltas: list[TokenDelta] = []
         self._ended: list[Ended] = []
+        self._settled: list[str] = []
         self.records: deque[TickRecord] = deque(maxlen=NUM_RECORDS)
 
     def run(self) -> None:
@@ -174,6 +184,7 @@ class Loop:
         self._tick += 1
         self._account.begin_tick()
         self._receive()
+        self._take_grammars()
         self._account.lap("receive")
         proposal = self._parts.planner.propose()
         own = vote(
@@ -248,12 +259,53 @@ class Loop:
                     arrival=self._arrivals,
                     delivered_ns=now_ns,
                     max_context_tokens=self._bounds.max_context_tokens,
+                    awaits_grammar=batch.grammar is not None,
                 )
             )
         self._parts.queue.add(requests)
         for request in requests:
-            self._account.admitted(request)
-            self._lines.parent.send_nowait(Admitted(request.request_id, now_ns))
+            if batch.grammar is None:
+                self._admit(request)
+                continue
+            ticket = self._desk().ask(request, batch.grammar)
+            if ticket.is_done:
+                self._settle(request, ticket)
+
+    def _admit(self, request: Request) -> None:
+        self._account.admitted(request)
+        self._lines.parent.send_nowait(Admitted(request.request_id, request.delivered_ns))
+
+    # Grammars
+
+    def _desk(self) -> GrammarDesk:
+        if self._parts.grammars is None:
+            raise InvariantError("a request with a grammar, where grammars are off")
+        return self._parts.grammars
+
+    def _take_grammars(self) -> None:
+        """Let requests go on whose grammar has come; the cost is that of what has come, not of what waits (G-21)."""
+        if self._parts.grammars is not None:
+            for request, ticket in self._parts.grammars.settled():
+                self._settle(request, ticket)
+
+    def _settle(self, request: Request, ticket: Ticket) -> None:
+        """Admit or refuse a request: only now is it known whether there is a grammar for it."""
+        self._settled.append(request.request_id)
+        try:
+            request.matcher = ticket.matcher()
+        except RequestError as error:
+            self._account.grammar_failed(error)
+            self._refuse(request, error)
+            return
+        self._account.grammar_resolved(ticket)
+        self._parts.queue.has_grammar(request)
+        self._admit(request)
+
+    def _refuse(self, request: Request, error: RequestError) -> None:
+        self._parts.queue.remove(request)
+        self._lines.parent.send_nowait(
+            Refused(request.request_id, error.status, error.code, error.param, error.message, error.retry_after_s)
+        )
 
     def _refusal(self, batch: RoutedBatch) -> Refused | None:
         """Why a batch is not taken, without a request id; None when it is taken.
@@ -276,6 +328,14 @@ class Loop:
         return None
 
     def _abort(self, request: Request) -> None:
+        if request.state is State.GRAMMAR_WAIT:
+            # It has not been admitted, so this is its answer; a client that has left does not read it.
+            self._desk().cancel(request)
+            text = "the request was aborted before its grammar was ready"
+            error = RequestError(text, status=503, code="request_aborted", retry_after_s=RETRY_AFTER_S)
+            self._account.grammar_failed(error)
+            self._refuse(request, error)
+            return
         delta, ended = self._parts.committer.abort(request)
         self._deltas.append(delta)
         self._ended.append(ended)
@@ -297,7 +357,8 @@ class Loop:
     def _intent(self) -> Intent:
         intent = Intent.STOP if self._stopping else Intent.NONE
         # Frames in memory do not wake a poll, so a rank that has some must not sleep.
-        if not len(self._parts.queue) and not self._lines.parent.has_frames:
+        # A grammar on its way needs no tick: its event ends the park, and idle ticks would take its compile's time.
+        if not self._parts.queue.has_work and not self._lines.parent.has_frames:
             intent |= Intent.MAY_PARK
         return intent
 
@@ -311,7 +372,8 @@ class Loop:
         summary = tuple(
             RowRecord(row.request_id, row.slot, row.start, len(row.input_ids), row.num_logits) for row in rows
         )
-        self.records.append(TickRecord(self._tick, rank0, rank1, agreement, summary))
+        self.records.append(TickRecord(self._tick, rank0, rank1, agreement, summary, tuple(self._settled)))
+        self._settled.clear()
 
     # Step
 
@@ -323,6 +385,7 @@ class Loop:
         self._account.launching(plan, self._parts.queue)
         output = self._parts.stepper.step(plan, agreement.num_tokens)
         self._account.lap("launch")
+        self._account.masked(plan, output)
         self._apply(self._parts.committer.commit(plan, output))
 
     def _apply(self, committed: Committed) -> None:
@@ -360,7 +423,7 @@ class Loop:
                 waiting_requests=queue.num_waiting,
             )
         )
-        frame = self._account.due_frame(queue, self._parts.memory)
+        frame = self._account.due_frame(queue, self._parts.memory, self._parts.grammars)
         if frame is not None:
             self._lines.parent.send_nowait(frame)
         self._flush()
@@ -368,17 +431,17 @@ class Loop:
     # Park and leave
 
     def _park(self) -> None:
-        """Sleep until there is a message or the peer's kick, on no core; a heartbeat tells the parent of it.
+        """Sleep until there is a message, a grammar or the peer's kick, on no core; a heartbeat tells the parent of it.
 
-        A message wakes this rank, which kicks the peer: both then meet in the next exchange.
+        What wakes this rank lets it kick the peer: both then meet in the next exchange.
         """
         self._account.parked()
         self._lines.exchange.park()
-        self._lines.parent.send_nowait(self._account.frame(self._parts.queue, self._parts.memory))
+        self._send_frame()
         heartbeat_ns = int(self._bounds.heartbeat_s * 1e9)
         next_ns = self._clock() + heartbeat_ns
         while not self._lines.exchange.take_kick():
-            if self._wait(max(0.0, (next_ns - self._clock()) / 1e9)):
+            if self._wait(max(0.0, (self._next_look_ns(next_ns) - self._clock()) / 1e9)):
                 self._lines.exchange.kick()
                 self._account.woken(by_message=True)
                 return
@@ -388,19 +451,44 @@ class Loop:
                 next_ns = self._clock() + heartbeat_ns
         self._account.woken(by_message=False)
 
+    def _send_frame(self) -> None:
+        parts = self._parts
+        self._lines.parent.send_nowait(self._account.frame(parts.queue, parts.memory, parts.grammars))
+
+    def _next_look_ns(self, at_ns: int) -> int:
+        """When a parked rank must look around at the latest: then, or when somebody has waited enough for a grammar."""
+        desk = self._parts.grammars
+        deadline_ns = desk.service.next_deadline_ns() if desk is not None else None
+        return at_ns if deadline_ns is None else min(at_ns, deadline_ns)
+
     def _wait(self, timeout_s: float) -> bool:
-        """Block until something happens or the time is up; True when the parent has sent something or has gone."""
-        lines = self._lines
+        """Block until something happens or the time is up.
+
+        True when there is something to take in: a message of the parent, or its end, or news of a grammar.
+        """
+        lines, desk = self._lines, self._parts.grammars
         poll = select.poll()
         poll.register(lines.exchange.fileno(), select.POLLIN)
         poll.register(lines.parent.fileno(), select.POLLIN | (select.POLLOUT if lines.parent.wants_write else 0))
         # Without events only the detokenizer's end is reported.
         poll.register(lines.detokenizer.fileno(), select.POLLOUT if lines.detokenizer.wants_write else 0)
+        if desk is not None:
+            poll.register(desk.fileno(), select.POLLIN)
         # Rounded up: a poll that ends before the deadline would be called again at once.
         ready = dict(poll.poll(math.ceil(timeout_s * 1e3)))
         if ready.get(lines.detokenizer.fileno(), 0) & (select.POLLHUP | select.POLLERR):
             raise PeerError("the detokenizer closed its channel")
+        if desk is not None and self._has_news(desk, desk.fileno() in ready):
+            return True
         return bool(ready.get(lines.parent.fileno(), 0) & ~select.POLLOUT)
+
+    def _has_news(self, desk: GrammarDesk, was_woken: bool) -> bool:
+        """Whether a ticket is done, or its time over."""
+        if was_woken:
+            desk.clear()
+            return True
+        deadline_ns = desk.service.next_deadline_ns()
+        return deadline_ns is not None and deadline_ns <= self._clock()
 
     def _flush(self) -> None:
         self._lines.parent.flush_nowait()
@@ -413,7 +501,7 @@ class Loop:
         source = Farewell(f"rank{self._bounds.dp_rank}")
         self._lines.detokenizer.send_nowait(source)
         self._publish(parked=False)
-        self._lines.parent.send_nowait(self._account.frame(self._parts.queue, self._parts.memory))
+        self._send_frame()
         self._lines.parent.send_nowait(source)
         deadline_ns = self._clock() + int(self._bounds.farewell_s * 1e9)
         for line in (self._lines.detokenizer, self._lines.parent):

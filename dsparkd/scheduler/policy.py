@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, SnapshotSave, StepKind
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
+
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,14 @@ def _decode_row(request: Request) -> PlanRow:
         sampling=request.message.sampling,
         prompt_ids=request.message.prompt_ids,
         output_ids=request.output_ids,
+        matcher=_matcher(request),
+        is_thinking=request.is_thinking,
     )
+
+
+def _matcher(request: Request) -> Matcher | None:
+    """What holds the next id; nothing does before the end of the reasoning."""
+    return None if request.is_thinking else request.matcher
 
 
 def _chunk_row(request: Request, size: int) -> PlanRow:
@@ -248,4 +259,6 @@ def _chunk_row(request: Request, size: int) -> PlanRow:
         prompt_ids=request.message.prompt_ids,
         output_ids=request.output_ids,
         prompt_top_logprobs=top if request.wants_prompt_logits else None,
+        matcher=_matcher(request) if is_last else None,
+        is_thinking=request.is_thinking and is_last,
     )

@@ -1,7 +1,7 @@
 """Waiting and running requests of one rank. Owned by the tick thread.
 
 Waiting requests start in order of arrival, but those that were put back for want of pages come first: they were
-promised progress already.
+promised progress already. A request whose grammar is not there yet stands apart and holds up nobody.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ class RequestQueue:
     """Every request between admission and its end, by id."""
 
     def __init__(self) -> None:
+        self._grammar_wait: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}  # a dict keeps the order of arrival
         self._retracted: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._num_waiting_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._retracted) + len(self._running)
+        return self.num_waiting + len(self._running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no slot."""
-        return len(self._waiting) + len(self._retracted)
+        return len(self._grammar_wait) + len(self._waiting) + len(self._retracted)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something for any of them: not for those that wait for their grammar."""
+        return bool(self._waiting or self._retracted or self._running)
 
     @property
     def num_outstanding_tokens(self) -> int:
@@ -38,13 +44,14 @@ class RequestQueue:
     def counts(self) -> dict[State, int]:
         """Requests by state."""
         return {
-            State.WAITING: self.num_waiting,
+            State.GRAMMAR_WAIT: len(self._grammar_wait),
+            State.WAITING: len(self._waiting) + len(self._retracted),
             State.PREFILL: len(self.running(State.PREFILL)),
             State.DECODE: len(self.running(State.DECODE)),
         }
 
     def waiting(self) -> Iterator[Request]:
-        """Requests without a slot, in the order in which they may start."""
+        """Requests that lack a slot alone, in the order in which they may start."""
         yield from sorted(self._retracted.values(), key=lambda request: request.arrival)
         yield from self._waiting.values()
 
@@ -55,22 +62,32 @@ class RequestQueue:
 
     def all(self) -> list[Request]:
         """Every request, in no order that matters."""
-        return [*self._waiting.values(), *self._retracted.values(), *self._running.values()]
+        return [request for table in self._tables() for request in table.values()]
 
     def find(self, request_id: str) -> Request | None:
         """The live request with exactly this id."""
-        for table in (self._running, self._waiting, self._retracted):
+        for table in self._tables():
             if request_id in table:
                 return table[request_id]
         return None
+
+    def _tables(self) -> tuple[dict[str, Request], ...]:
+        return (self._running, self._waiting, self._retracted, self._grammar_wait)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Put new requests at the end. Raises InvariantError for an id that is alive: the parent refuses those."""
         for request in requests:
             if self.find(request.request_id) is not None:
                 raise InvariantError(f"request {request.request_id} is already alive on this rank")
-            self._waiting[request.request_id] = request
+            table = self._grammar_wait if request.state is State.GRAMMAR_WAIT else self._waiting
+            table[request.request_id] = request
             self._num_waiting_tokens += request.num_tokens
+
+    def has_grammar(self, request: Request) -> None:
+        """Put a request whose grammar has come behind those that wait for a slot."""
+        del self._grammar_wait[request.request_id]
+        request.move_to(State.WAITING)
+        self._waiting[request.request_id] = request
 
     def start(self, request: Request) -> None:
         """Move a request that has just been given its slot."""
@@ -91,7 +108,7 @@ class RequestQueue:
         request.move_to(State.FINISHED)
 
     def _take(self, request: Request) -> None:
-        for table in (self._running, self._waiting, self._retracted):
+        for table in self._tables():
             if table.pop(request.request_id, None) is not None:
                 if table is not self._running:
                     self._num_waiting_tokens -= request.num_tokens

@@ -1,7 +1,8 @@
 """One request's state, its legal transitions, and what it holds on the device. Owned by the tick thread.
 
-    waiting -> prefill -> decode -> finished        an abort is legal in every state
-       ^----------'----------'   retracted for want of pages: keeps its output ids and resumes from its prefix
+    grammar_wait -> waiting -> prefill -> decode -> finished        an abort is legal in every state
+                       ^----------'----------'   retracted for want of pages: keeps its output ids and resumes from
+                                                 its prefix
 
 Position p of a sequence is its p-th id, prompt and output together. `num_computed` ids have been through the model.
 """
@@ -9,6 +10,7 @@ Position p of a sequence is its p-th id, prompt and output together. `num_comput
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import SlotStart
@@ -17,10 +19,14 @@ from dsparkd.kv.radix import Node, PrefixTree
 from dsparkd.messages import TokenizedRequest, TokenLogprob
 from dsparkd.text.stops import StopMatcher
 
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
+
 
 class State(StrEnum):
     """Where a request is."""
 
+    GRAMMAR_WAIT = "grammar_wait"
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,6 +34,7 @@ class State(StrEnum):
 
 
 _LEGAL = {
+    State.GRAMMAR_WAIT: (State.WAITING, State.FINISHED),
     State.WAITING: (State.PREFILL, State.FINISHED),
     State.PREFILL: (State.DECODE, State.WAITING, State.FINISHED),
     State.DECODE: (State.WAITING, State.FINISHED),
@@ -42,7 +49,15 @@ class Request:
     included. slot is 0, pages empty and locked None while it holds nothing.
     """
 
-    def __init__(self, message: TokenizedRequest, *, arrival: int, delivered_ns: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        message: TokenizedRequest,
+        *,
+        arrival: int,
+        delivered_ns: int,
+        max_context_tokens: int,
+        awaits_grammar: bool = False,
+    ) -> None:
         self.message = message
         self.arrival = arrival
         self.delivered_ns = delivered_ns
@@ -50,7 +65,10 @@ class Request:
         self.first_output_ns = 0
         self.last_output_ns = 0
         self.max_outputs = min(message.sampling.max_tokens, max_context_tokens - len(message.prompt_ids))
-        self.state = State.WAITING
+        self.state = State.GRAMMAR_WAIT if awaits_grammar else State.WAITING
+        self.matcher: Matcher | None = None  # of its own; kept through retractions
+        # Its grammar begins behind the reasoning.
+        self.is_thinking = awaits_grammar and message.starts_in_reasoning
         self.output_ids: tuple[int, ...] = ()
         self.stops = StopMatcher(message.sampling.stop_strings)
         self.num_computed = 0

@@ -2,7 +2,8 @@
 
 The only place that decides where an output ends. The earliest event wins: a stop id or stop string before the length
 that the same run of ids would also reach. Ids behind the event exist nowhere afterwards: not in the output, its
-log-probabilities, its usage, its pages or the prefix tree.
+log-probabilities, its usage, its pages or the prefix tree. And the only place from which a grammar hears of ids: of
+those that are kept, once.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from dsparkd.errors import InvariantError
-from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
+from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, StepOutput
 from dsparkd.messages import DetokenizeOptions, Finish, FinishReason, TokenDelta
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
@@ -30,11 +33,15 @@ class TokenTexts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why an output ends at its last kept id; see messages.Finish."""
+    """Why an output ends at its last kept id; see messages.Finish. failure: with reason "error"."""
 
     reason: FinishReason
     matched: int | str | None = None
     cut_bytes: int = 0
+    failure: RowFailure | None = None
+
+
+VIOLATION = RowFailure(500, "grammar_violation", "the answer left its grammar, so a mask was wrong")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +62,24 @@ class Committed:
 
 
 class Committer:
-    """Owned by the tick thread. eos_ids: ids that end a text unless the request ignores them."""
+    """Owned by the tick thread. eos_ids: ids that end a text unless the request ignores them.
 
-    def __init__(self, queue: RequestQueue, memory: Memory, texts: TokenTexts, eos_ids: frozenset[int]) -> None:
+    think_end_id: the id behind which a grammar begins; None where no request can have one.
+    """
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        memory: Memory,
+        texts: TokenTexts,
+        eos_ids: frozenset[int],
+        think_end_id: int | None = None,
+    ) -> None:
         self._queue = queue
         self._memory = memory
         self._texts = texts
         self._eos_ids = eos_ids
+        self._think_end_id = think_end_id
 
     def commit(self, plan: Plan, output: StepOutput) -> Committed:
         """Apply one step's outputs to its requests, row by row."""
@@ -83,9 +101,13 @@ class Committer:
             if row.sampling is None:
                 continue
             num_before = len(request.output_ids)
-            ending = self._append(request, produced.token_ids)
+            if produced.failure is not None:
+                ending: Ending | None = Ending("error", failure=produced.failure)
+            else:
+                ending = self._append(request, produced.token_ids)
             kept = len(request.output_ids) - num_before
-            advanced.append((request, kept))
+            if kept:
+                advanced.append((request, kept))
             deltas.append(self._delta(request, produced, kept, ending))
             if ending is not None:
                 ended.append(self._end(request, ending))
@@ -114,6 +136,9 @@ class Committer:
         for token_id in token_ids:
             is_late_enough = len(request.output_ids) >= request.message.sampling.min_tokens
             request.output_ids += (token_id,)
+            if self._advance_grammar(request, token_id):
+                # Nothing may follow, whatever min_tokens says (D-26).
+                is_late_enough = True
             shown = self._shown(request, token_id)
             # Both are looked at: the matcher has to see every token, and its cut reaches at least as far back.
             ending = self._stop_string(request, shown, is_late_enough)
@@ -122,8 +147,24 @@ class Committer:
             if ending is None and len(request.output_ids) >= request.max_outputs:
                 ending = Ending("length")
             if ending is not None:
-                return ending
+                return self._checked(request, ending)
         return None
+
+    def _advance_grammar(self, request: Request, token_id: int) -> bool:
+        """Note a kept id for the request's grammar, which begins behind the reasoning; True where its text ends."""
+        if request.matcher is None:
+            return False
+        if request.is_thinking:
+            request.is_thinking = token_id != self._think_end_id
+            return False
+        request.matcher.queue((token_id,))
+        return token_id in self._eos_ids
+
+    def _checked(self, request: Request, ending: Ending) -> Ending:
+        """A row that ends takes part in no walk any more, so its grammar hears of its last ids here (D-11)."""
+        if request.matcher is None or request.matcher.commit():
+            return ending
+        return Ending("error", failure=VIOLATION)
 
     def _shown(self, request: Request, token_id: int) -> bytes:
         """What the id adds to the text that the client sees."""
@@ -186,7 +227,7 @@ def _add_prompt_logprobs(request: Request, row: PlanRow, produced: RowOutput) ->
 
 
 def _finish(request: Request, ending: Ending) -> Finish:
-    return Finish(
+    finish = Finish(
         reason=ending.reason,
         matched=ending.matched,
         cut_bytes=ending.cut_bytes,
@@ -194,3 +235,7 @@ def _finish(request: Request, ending: Ending) -> Finish:
         cached_tokens=request.cached_tokens or 0,
         output_tokens=len(request.output_ids),
     )
+    failure = ending.failure
+    if failure is None:
+        return finish
+    return msgspec.structs.replace(finish, error=failure.message, status=failure.status, code=failure.code)

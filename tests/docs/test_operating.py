@@ -24,7 +24,7 @@ def constants(node: ast.expr | None) -> set[str]:
 
 
 def raised_codes() -> dict[str, set[int]]:
-    """Every code of a RequestError or Refused in the package, with its statuses."""
+    """Every code of a RequestError, Refused or RowFailure in the package, with its statuses."""
     found: dict[str, set[int]] = {}
     for path in (ROOT / "dsparkd").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -43,6 +43,8 @@ def raised_codes() -> dict[str, set[int]]:
                     status = keywords.get("status", ast.Constant(400))
                 case ast.Name(id="Refused") if len(call.args) > 2:
                     status, code = call.args[1], call.args[2]
+                case ast.Name(id="RowFailure"):
+                    status, code = call.args[0], call.args[1]
                 case _:
                     continue
             if isinstance(code, ast.Name):

@@ -8,11 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dsparkd.config import LimitsConfig
 from dsparkd.errors import RequestError
-from dsparkd.http import intake, openai
+from dsparkd.http import intake
 from dsparkd.http.body import decode, parse_object
 from dsparkd.http.openai import ChatRequest
 from dsparkd.messages import Admitted, Farewell
@@ -23,6 +24,7 @@ USER = [{"role": "user", "content": "Hi"}]
 HUGE = 10**30
 IMAGE = {"type": "image_url"}
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+PLAIN = {"type": "function", "function": {"name": "f"}}
 
 
 def assert_nothing_sent(server: Served) -> None:
@@ -109,8 +111,7 @@ def test_an_integer_beyond_a_double_is_found_wherever_its_digits_begin(raw: byte
     ("fields", "choices"),
     [
         ({"thinking": {"type": "on"}}, '"disabled" or "enabled"'),
-        ({"tool_choice": "required"}, '"auto" or "none"'),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "false"),
+        ({"tools": [{"type": "code", "function": {"name": "f"}}]}, '"function"'),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, '"text"'),
         (
             {"messages": [{"role": "bot"}]},
@@ -177,12 +178,19 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": ""}, "invalid_value", "request_id"),
     ({"request_id": "x" * 129}, "invalid_value", "request_id"),
     ({"no_such_field": 1}, "unknown_field", "no_such_field"),
-    ({"tool_choice": "required"}, "unsupported_tool_choice", "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "unsupported_grammar", "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "unsupported_grammar", "response_format"),
-    ({"response_format": {}}, "unsupported_grammar", "response_format"),
-    ({"response_format": 5}, "invalid_value", "response_format"),
-    ({"regex": "a"}, "unsupported_grammar", "regex"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "missing_field",
+        "/response_format/json_schema/schema",
+    ),
+    ({"response_format": {}}, "invalid_value", "/response_format/type"),
+    ({"response_format": 5}, "invalid_type", "/response_format"),
+    ({"regex": "a(?=b)"}, "invalid_grammar", "/regex"),
+    ({"ebnf": 'start ::= "a"'}, "invalid_grammar", "/ebnf"),
+    ({"json_schema": {"properties": {"a": {"not": {}}}}}, "unsupported_schema", "/json_schema/properties/a/not"),
+    ({"json_schema": '{"a": 1, "a": 2}'}, "duplicate_member", "/json_schema"),
+    ({"guided_choice": ["a", 5]}, "invalid_type", "/guided_choice/1"),
+    ({"structured_outputs": {"regexp": "a"}}, "unknown_field", "/structured_outputs/regexp"),
 ]
 
 CHAT: list[tuple[dict[str, Any], str, str]] = [
@@ -212,13 +220,19 @@ CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "invalid_value", "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "a\n"}}]}, "invalid_value", "tools[0].function.name"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
         "invalid_value",
         "tools[0].function.strict",
     ),
+    ({"tool_choice": "required"}, "missing_field", "/tools"),
+    ({"tool_choice": "always"}, "invalid_value", "/tool_choice"),
+    ({"tools": [STRICT], "regex": "a"}, "conflicting_grammars", "/regex"),
     ({"tools": [{"type": "code"}]}, "invalid_value", "tools[0].type"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "unsupported_tool_choice", "tool_choice"),
-    ({"parallel_tool_calls": False}, "unsupported_field", "parallel_tool_calls"),
+    (
+        {"tools": [STRICT], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "unknown_tool",
+        "/tool_choice/function/name",
+    ),
     ({"functions": []}, "unsupported_field", "functions"),
     ({"function_call": "auto"}, "unsupported_field", "function_call"),
     ({"reasoning_effort": "heroic"}, "invalid_value", "reasoning_effort"),
@@ -246,6 +260,7 @@ COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True}, "invalid_value", "logprobs"),
     ({"logprobs": 21}, "invalid_value", "logprobs"),
     ({"suffix": "x"}, "unsupported_field", "suffix"),
+    ({"tool_choice": "required"}, "unknown_field", "tool_choice"),
     ({"best_of": 2}, "unsupported_field", "best_of"),
     ({"prompt": ["a", "b"], "routed_dp_ranks": [0]}, "invalid_value", "routed_dp_ranks"),
     ({"routed_dp_ranks": ["0"]}, "invalid_dp_rank", "routed_dp_ranks[0]"),
@@ -294,21 +309,44 @@ async def test_other_bodies(server: Served, path: str, body: object, status: int
     assert_nothing_sent(server)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), list(itertools.combinations([*openai.GRAMMAR_FIELDS, "response_format"], 2))
-)
+ASKING: dict[str, object] = {
+    "json_schema": {"type": "object"},
+    "json_object": True,
+    "regex": "a",
+    "ebnf": 'root ::= "a"',
+    "choice": ["a"],
+    "structural_tag": {"format": {"type": "const_string", "value": "a"}},
+    "response_format": {"type": "json_object"},
+}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(ASKING, 2)))
 async def test_g01_two_grammars_are_400(server: Served, first: str, second: str) -> None:
     """G-01: all pairs."""
-    values = dict.fromkeys(openai.GRAMMAR_FIELDS, "x") | {"response_format": {"type": "json_schema"}}
-    error = error_of(await server.complete(**{first: values[first], second: values[second]}), 400)
-    assert (error["code"], error["param"]) == ("conflicting_grammars", second)
+    error = error_of(await server.complete(**{first: ASKING[first], second: ASKING[second]}), 400)
+    assert (error["code"], error["param"]) == ("conflicting_grammars", f"/{second}")
     assert_nothing_sent(server)
+
+
+@pytest.mark.parametrize("field", ASKING)
+async def test_switched_off_grammars_are_refused_by_name(checkpoint: Path, field: str) -> None:
+    """What an operator switched off is never dropped in silence."""
+    config = make_config(str(checkpoint))
+    config = msgspec.structs.replace(config, grammar=msgspec.structs.replace(config.grammar, enabled=False))
+    async with served(config) as server:
+        for answer in (server.complete(**{field: ASKING[field]}), server.chat(**{field: ASKING[field]})):
+            error = error_of(await answer, 400)
+            assert (error["code"], error["param"]) == ("unsupported_grammar", f"/{field}")
+        assert error_of(await server.chat(tools=[STRICT]), 400)["param"] == "/tools"
+        assert error_of(await server.chat(tools=[PLAIN], tool_choice="required"), 400)["param"] == "/tool_choice"
+        assert_nothing_sent(server)
+        assert (await server.chat(tools=[STRICT], tool_choice="none")).status_code == 200
 
 
 async def test_d26_ignore_eos_with_a_grammar_is_400(server: Served) -> None:
     """D-26: the contradiction is named before anything else is said about the grammar."""
     error = error_of(await server.chat(regex="a", ignore_eos=True), 400)
-    assert (error["code"], error["param"]) == ("ignore_eos_with_grammar", "ignore_eos")
+    assert (error["code"], error["param"]) == ("ignore_eos_with_grammar", "/ignore_eos")
 
 
 @pytest.mark.parametrize("max_tokens", [1, 64])

@@ -11,6 +11,7 @@ from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 
 LEGAL = {
+    (State.GRAMMAR_WAIT, State.WAITING),
     (State.WAITING, State.PREFILL),
     (State.PREFILL, State.DECODE),
     (State.PREFILL, State.WAITING),
@@ -19,8 +20,14 @@ LEGAL = {
 }
 
 
-def request_of(lab, name="x", prompt=9, arrival=1, **sampling):
-    return Request(lab.request(name, prompt, **sampling), arrival=arrival, delivered_ns=1, max_context_tokens=64)
+def request_of(lab, name="x", prompt=9, arrival=1, awaits_grammar=False, **sampling):
+    return Request(
+        lab.request(name, prompt, **sampling),
+        arrival=arrival,
+        delivered_ns=1,
+        max_context_tokens=64,
+        awaits_grammar=awaits_grammar,
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(State, repeat=2)))
@@ -103,8 +110,25 @@ def test_queue_keeps_arrival_order_and_puts_the_retracted_first(lab):
 
     assert [request.request_id for request in queue.waiting()] == ["r1", "r3", "r4", "r5"]
     assert [request.request_id for request in queue.running()] == ["r0", "r2"]
-    assert queue.counts() == {State.WAITING: 4, State.PREFILL: 2, State.DECODE: 0}
+    assert queue.counts() == {State.GRAMMAR_WAIT: 0, State.WAITING: 4, State.PREFILL: 2, State.DECODE: 0}
     assert queue.num_outstanding_tokens == 6 * 9
+
+
+def test_a_request_without_its_grammar_starts_never_and_counts(lab):
+    """G-20: it holds nothing and is planned by nobody, but the router must see it."""
+    queue = RequestQueue()
+    waiting, ready = request_of(lab, "waiting", awaits_grammar=True), request_of(lab, "ready")
+    queue.add([waiting])
+    assert not queue.has_work
+    queue.add([ready])
+    assert queue.has_work
+
+    assert [request.request_id for request in queue.waiting()] == ["ready"]
+    assert (len(queue), queue.num_waiting, queue.num_outstanding_tokens) == (2, 2, 18)
+    assert queue.find("waiting") is waiting
+    queue.has_grammar(waiting)
+    assert [request.request_id for request in queue.waiting()] == ["ready", "waiting"]
+    assert (waiting.state, queue.num_outstanding_tokens) == (State.WAITING, 18)
 
 
 def test_a_live_id_cannot_be_queued_twice(lab):

@@ -1,0 +1,112 @@
+"""Masks: which ids each row with a grammar may choose from, one walk a step over all of them.
+
+Memory is made once. A chain has `width` nodes, the anchor and what is drafted behind it; its mask rows lie together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.plan import PlanRow, RowFailure
+from dsparkd.native.traversal import Traversal, Walk, WalkStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Masks of one step. Letters: R constrained rows, W width, N words of 32 ids.
+
+    rows: the plan's indices of the constrained rows, ascending. words [R * W, N] int32, on the host: bit id % 32 of
+    word id // 32; row i * W + j holds what may follow draft j of row i. failures: by plan index.
+    """
+
+    rows: tuple[int, ...]
+    words: Tensor
+    failures: dict[int, RowFailure]
+    walk_ns: int
+
+
+class Masker:
+    """Owned by the tick thread. clock: CLOCK_MONOTONIC nanoseconds, as the traversal reads it.
+
+    num_rows: most constrained rows of a step. width: nodes of a chain, at least 1.
+    """
+
+    def __init__(
+        self,
+        traversal: Traversal,
+        num_rows: int,
+        width: int,
+        vocab_size: int,
+        timeout_s: float,
+        *,
+        pin: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._traversal = traversal
+        self._width = width
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._clock = clock
+        num_words = -(-vocab_size // 32)
+        self._mask = torch.full((num_rows * width, num_words), -1, dtype=torch.int32, pin_memory=pin)
+        drafts = np.zeros((num_rows, width), np.int64)
+        # A step keeps at most a chain of ids of a row, and the next walk hears of them.
+        self._walk = Walk(drafts, self._mask.numpy(), vocab_size, max_commits=width)
+
+    def fill(self, rows: Sequence[PlanRow]) -> Masks | None:
+        """Tell each grammar what its row kept and find what may follow; None where no row has a grammar.
+
+        Raises InvariantError for a walk that cannot be right.
+        """
+        held = [(index, row.matcher) for index, row in enumerate(rows) if row.matcher is not None]
+        if not held:
+            return None
+        walk = self._walk
+        walk.begin(len(held))
+        for tree, (_, matcher) in enumerate(held):
+            walk.add(matcher.handle, tree, commits=matcher.take_queue())
+        begun_ns = self._clock()
+        self._traversal.run(walk, begun_ns + self._timeout_ns)
+        walk_ns = self._clock() - begun_ns
+        failures = {}
+        for request, (index, _) in enumerate(held):
+            failure = self._failure(request)
+            if failure is not None:
+                failures[index] = failure
+        return Masks(tuple(index for index, _ in held), self._mask[: len(held) * self._width], failures, walk_ns)
+
+    def _failure(self, request: int) -> RowFailure | None:
+        """Why a request has not even the row of its next id; all its rows are ones then."""
+        walk = self._walk
+        match walk.status(request):
+            case WalkStatus.WALKED | WalkStatus.LATE if walk.usable_rows[request] > 0:
+                return None
+            case WalkStatus.LATE:
+                text = "the grammar's next step took too long"
+                return RowFailure(504, "grammar_traversal_timeout", text)
+            case WalkStatus.COMMIT_REFUSED | WalkStatus.ENDED:
+                return RowFailure(500, "grammar_violation", "the answer left its grammar, so a mask was wrong")
+            case WalkStatus.NO_TOKEN:
+                text = "no token can follow what the answer has so far; the grammar has a dead end"
+                return RowFailure(400, "grammar_dead_end", text)
+            case WalkStatus.MATCHER_FAILED | WalkStatus.WALKED:
+                text = f"the grammar's matcher failed: {walk.message(request) or 'it gives no reason'}"
+                return RowFailure(500, "grammar_traversal_failed", text)
+            case status:
+                raise InvariantError(f"a grammar's walk ended as {status.name}")
+
+    def close(self) -> None:
+        """End the traversal's threads."""
+        self._traversal.close()
+
+
+def allowed_ids(words: Tensor, vocab_size: int) -> Tensor:
+    """Unpack mask rows: words [R, N] int32 -> [R, vocab_size] bool, on the same device."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> bits) & 1).view(words.shape[0], -1)[:, :vocab_size].bool()
