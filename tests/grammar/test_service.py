@@ -254,6 +254,22 @@ def test_a_known_grammar_is_never_probed_again(
     assert rig.requests() == []
 
 
+def test_a_known_grammar_is_locked_only_while_it_is_read(rigs: Callable[..., Rig], store: GrammarStore) -> None:
+    """G-35: a peer that wants the same grammar compiles at the same time."""
+    put(store, Entry(EntryKind.LOCAL_COMPILE, grammar()))
+    workers = Held()
+    rig = rigs(store, workers=workers)
+    rig.ask()
+    rig.turn()
+    assert len(workers.waiting) == 1
+    lock = store.try_lock(digest(grammar(), SCOPE))
+    assert lock is not None
+    lock.release()
+    workers.let_go()
+    rig.turn()
+    assert len(rig.told) == 1
+
+
 def test_two_ranks_share_what_one_of_them_found_out(rigs: Callable[..., Rig], store: GrammarStore) -> None:
     """G-35: 64 keys asked by both at once: one probe each; bodies are loaded, markers compiled by both."""
     one, other = rigs(store), rigs(store)
@@ -578,16 +594,19 @@ def test_a_body_is_kept_where_loading_pays(
 
 def test_the_speed_of_loading_is_learned_and_moves_the_decision(rigs: Callable[..., Rig], store: GrammarStore) -> None:
     """G-38, G-39: a marker of slow days is honoured, and asked about again once loading is fast."""
-    put(store, Entry(EntryKind.LOCAL_COMPILE, grammar("slow"), b"", 1, 10**12, 10**12))
+    put(
+        store, Entry(EntryKind.LOCAL_COMPILE, grammar("slow"), b"", 1, 10**9, 10**7)
+    )  # 10 ms: far beyond a fake compile
+    put(store, Entry(EntryKind.LOCAL_COMPILE, grammar("large"), b"", 1, 1, 10**8))
     put(store, Entry(EntryKind.LOCAL_COMPILE, grammar("fast"), b"", 1, 100, 100))
     put(store, Entry(EntryKind.LOCAL_COMPILE, grammar("unknown"), b"", 1, 0, 0))
     rig = rigs(store)
     rig.answer(ProbeReady(bytes_per_s=1e9))
-    for text in ("slow", "fast", "unknown"):
+    for text in ("slow", "large", "fast", "unknown"):
         assert rig.ask(text).source == "memory", "its default, before it is known"
     rig.turn()
     rig.turn()
-    assert [ticket.source for ticket in rig.told] == ["local_compile"] * 3
+    assert [ticket.source for ticket in rig.told] == ["local_compile"] * 4
     assert {request.grammar.text for request in rig.requests()} == {"fast", "unknown"}
     put(store, Entry(EntryKind.SERIALIZED, grammar("x"), b"y" * 1000, 5, 5, 1000))
     before = rig.coordinator._bytes_per_s
