@@ -1,8 +1,8 @@
 """Trains and exports the nano checkpoint, a slice of minutes at a time.
 
-    python -m tools.train_nano target  --minutes 9 --out RUN/target [--resume RUN/target]
-    python -m tools.train_nano drafter --minutes 4 --out RUN/drafter --target RUN/target
-    python -m tools.train_nano export  --target RUN/target --drafter RUN/drafter --out conf/nano
+python -m tools.train_nano target  --minutes 9 --out RUN/target [--resume RUN/target]
+python -m tools.train_nano drafter --minutes 4 --out RUN/drafter --target RUN/target
+python -m tools.train_nano export  --target RUN/target --drafter RUN/drafter --out conf/nano
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from types import ModuleType
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from dsparkd.model.config import parse_model_config
 from tools.nano_tokenizer import NOISE_TOKEN
@@ -57,13 +57,15 @@ def main() -> None:
     if size == 1:
         run(0, arguments, 1, port)
     else:
-        mp.spawn(run, (arguments, size, port), nprocs=size)
+        spawn(run, (arguments, size, port), nprocs=size)  # type: ignore[no-untyped-call]
 
 
 def nano_values() -> Values:
     """The shipped checkpoint's config.json."""
     tokenizer = Tokenizer.from_file(str(DEFAULT_PATH))
-    return nano_config(tokenizer.get_vocab_size(), tokenizer.token_to_id(NOISE_TOKEN))
+    noise_token_id = tokenizer.token_to_id(NOISE_TOKEN)
+    assert noise_token_id is not None
+    return nano_config(tokenizer.get_vocab_size(), noise_token_id)
 
 
 def write_checkpoint(target_masters: Path, drafter_masters: Path, out: Path) -> None:
@@ -107,5 +109,3 @@ def run(rank: int, arguments: argparse.Namespace, size: int, port: int) -> None:
     log.write(event="plan done" if done else "slice over")
     if size > 1:
         dist.destroy_process_group()
-
-

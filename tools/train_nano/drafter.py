@@ -10,8 +10,8 @@ V vocabulary, E experts, K stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,9 @@ from torch import Tensor
 
 from dsparkd.model.config import DSparkConfig, ModelConfig
 from dsparkd.model.layers import rotary_frequencies
-from tools.train_nano.graph import Compiled, Weights, collapse, expand, rms_norm, rotate
+from tools.train_nano.graph import Compiled, Weights, collapse, compiled, expand, rms_norm, rotate
 from tools.train_nano.packing import Angles, positions_of
 from tools.train_nano.parameters import ParameterTable, initial_values
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 DECAY = 4.0  # block rows after which a row counts 1/e of the first
 CE_WEIGHT, TV_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
@@ -78,12 +75,12 @@ class Drafter:
             tensor.requires_grad_(name != "ffn.gate.bias")
         self._dspark = _require_dspark(config)
         self._compiled = Compiled(config, compile_graphs=device.type == "cuda")
-        wrap: Callable[[Callable[P, R]], Callable[P, R]] = _compiled if device.type == "cuda" else _plain
-        self._fuse = wrap(fuse_taps)
-        self._keys = wrap(context_keys)
-        self._attention = wrap(attention_sublayer)
-        self._hidden = wrap(hidden_rows)
-        self.losses = wrap(losses)
+        compile_graphs = device.type == "cuda"
+        self._fuse = compiled(fuse_taps, compile_graphs)
+        self._keys = compiled(context_keys, compile_graphs)
+        self._attention = compiled(attention_sublayer, compile_graphs)
+        self._hidden = compiled(hidden_rows, compile_graphs)
+        self.losses = compiled(losses, compile_graphs)
 
     def start_from(self, target_norm: Tensor) -> None:
         """Take the target's last norm [D] over, for both end in the same head."""
@@ -137,14 +134,6 @@ class Drafter:
         fn, base, scale = (last[f"hc_head_{name}"] for name in ("fn", "base", "scale"))
         hidden = self._hidden(streams, fn, base, scale, config.hc_eps, eps)
         return Block(hidden, rms_norm(hidden, last["norm.weight"], eps), torch.stack(loads))
-
-
-def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def _plain(function: Callable[P, R]) -> Callable[P, R]:
-    return function
 
 
 def own_outputs(ids: Tensor, loss: Tensor, hidden: Tensor, head: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ ANCHORS = 4096  # a GPU and step
 
 def phases(num_rows: int) -> list[Phase]:
     """The plan: short rows only, for a draft block never sees farther back than one window."""
-    return [Phase(2500, num_rows, SHORT, Mode(), DEFAULT_MIX)]
+    return [Phase(2500, num_rows, SHORT, Mode(sparse=True), DEFAULT_MIX)]
 
 
 class DrafterTrainee:
@@ -63,9 +63,7 @@ class DrafterTrainee:
             own = own_outputs(batch.ids, answers, features.hidden, features.head)
             anchors = sample_anchors(batch.ids, batch.document, own, ANCHORS, self._config, self._generator)
             embed = self._target.weights("")["embed.weight"][0]
-        return drafter_loss(
-            self.drafter, embed, features.head, features.taps, features.hidden, batch.document, anchors
-        )
+        return drafter_loss(self.drafter, embed, features.head, features.taps, features.hidden, batch.document, anchors)
 
     def balance(self, figures: Mapping[str, Tensor]) -> None:
         """Move the routers' biases towards equal loads."""

@@ -10,7 +10,7 @@ Letters: B rows, L tokens a row, N query blocks, S streams, D width, H heads, d 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from tools.train_nano.parameters import ParameterTable, initial_values
 from tools.train_nano.sinkhorn import sinkhorn
 
 Weights = Mapping[str, Tensor]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_LOGIT = 70.0  # exp of it still sums in float32; trained logits stay far below
 
@@ -113,24 +115,21 @@ class Compiled:
 
     def __init__(self, config: ModelConfig, *, compile_graphs: bool) -> None:
         self._config = config
-        wrap: Callable[..., Callable[..., object]] = _compiled if compile_graphs else _plain
-        self._prepare = wrap(_prepare)
-        self._mixing = wrap(hyper_mixing)
-        self._attention = wrap(attention_sublayer)
-        self._experts = wrap(experts_sublayer)
-        self._head = wrap(hyper_head)
+        self._prepare = compiled(_prepare, compile_graphs)
+        self._mixing = compiled(hyper_mixing, compile_graphs)
+        self._attention = compiled(attention_sublayer, compile_graphs)
+        self._experts = compiled(experts_sublayer, compile_graphs)
+        self._head = compiled(hyper_head, compile_graphs)
 
     def prepare(self, values: Weights, dtype: torch.dtype, quantise: bool) -> dict[str, Tensor]:
         """See Target.weights."""
-        return self._prepare(values, dtype, quantise)  # type: ignore[return-value]
+        return self._prepare(values, dtype, quantise)
 
     def mix(self, part: str, weights: Weights, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre [B, L, S], post [B, L, S] and comb [B, L, S, S] of one sublayer, float32."""
         config = self._config
-        names = [f"hc_{part}_{name}" for name in ("fn", "base", "scale")]
-        pre, post, logits = self._mixing(
-            streams, *(weights[name] for name in names), config.hc_eps, config.rms_norm_eps
-        )  # type: ignore[misc]
+        fn, base, scale = (weights[f"hc_{part}_{name}"] for name in ("fn", "base", "scale"))
+        pre, post, logits = self._mixing(streams, fn, base, scale, config.hc_eps, config.rms_norm_eps)
         B, L, S, _ = streams.shape
         comb = sinkhorn(logits.view(B * L, S, S), config.hc_sinkhorn_iters, config.hc_eps)
         return pre, post, comb.view(B, L, S, S)
@@ -142,17 +141,17 @@ class Compiled:
         mixing = self.mix("attn", weights, streams)
         names = [name for name in weights if name.startswith("attn")]
         chosen = {name: weights[name] for name in names}
-        return self._attention(self._config, ratio, chosen, streams, mixing, packing, mode)  # type: ignore[return-value]
+        return self._attention(self._config, ratio, chosen, streams, mixing, packing, mode)
 
     def experts(self, weights: Weights, streams: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Streams after the feed-forward half, and each expert's load [E]."""
         mixing = self.mix("ffn", weights, streams)
         chosen = {name: tensor for name, tensor in weights.items() if name.startswith("ffn")}
-        return self._experts(self._config, chosen, streams, mixing, ids)  # type: ignore[return-value]
+        return self._experts(self._config, chosen, streams, mixing, ids)
 
     def head(self, streams: Tensor, outside: Weights) -> Tensor:
         """The head's input."""
-        return self._head(  # type: ignore[return-value]
+        return self._head(
             streams,
             outside["hc_head_fn"],
             outside["hc_head_base"],
@@ -163,13 +162,9 @@ class Compiled:
         )
 
 
-def _compiled(function: Callable[..., object]) -> Callable[..., object]:
+def compiled(function: Callable[P, R], enabled: bool) -> Callable[P, R]:
     """One graph for each shape and mode: there are few, and each should be the fastest."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def _plain(function: Callable[..., object]) -> Callable[..., object]:
-    return function
+    return torch.compile(function, fullgraph=True, dynamic=False) if enabled else function
 
 
 def _prepare(values: Weights, dtype: torch.dtype, quantise: bool) -> dict[str, Tensor]:
@@ -202,7 +197,7 @@ def rotate(x: Tensor, angles: Angles, *, inverse: bool = False) -> Tensor:
         cos, sin = cos[:, :, None], sin[:, :, None]
     width = 2 * cos.shape[-1]
     plain, rotary = x[..., :-width], x[..., -width:].float()
-    even, odd = rotary.unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = rotary.view(*rotary.shape[:-1], -1, 2).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
     return torch.cat((plain, turned.to(x.dtype)), -1)
 
@@ -428,7 +423,7 @@ def experts_sublayer(
     shares = shares * (config.routed_scaling_factor / (shares.sum(-1, keepdim=True) + 1e-20))
     load = picked.float().mean((0, 1)) / k
     w1, w3 = (weights[f"ffn.experts.{name}"] for name in ("w1", "w3"))
-    gate, up = (F.linear(x, w.flatten(0, 1)).unflatten(-1, (E, -1)).float() for w in (w1, w3))
+    gate, up = (F.linear(x, w.flatten(0, 1)).view(*x.shape[:-1], E, -1).float() for w in (w1, w3))
     routed = (swiglu(gate, up, config.swiglu_limit) * shares[..., None]).to(x.dtype).flatten(-2)
     output = F.linear(routed, weights["ffn.experts.w2"].transpose(0, 1).flatten(1))
     shared = [F.linear(x, weights[f"ffn.shared_experts.{name}.weight"]).float() for name in ("w1", "w3")]

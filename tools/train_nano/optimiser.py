@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-_ADAM_ONLY = ("embed.weight", "head.weight", ".gate.weight", "weights_proj.weight", "markov", "confidence", "hc_", "ape")
+_ADAM_ONLY = ("embed.", "head.weight", ".gate.weight", "weights_proj", "markov", "confidence", "hc_", "ape")
 _EMBEDDING_RATE = 3.0  # rows of the embedding are seen seldom
 
 

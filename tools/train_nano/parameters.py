@@ -66,14 +66,24 @@ class ParameterTable:
                 layers.setdefault(layer, {})[key.split("@")[0]] = tensor
         return layers
 
+    def stack(self, official: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The reverse of unstack; raises KeyError when a name is missing."""
+        return {
+            key: torch.stack([official[self._official(key, layer)] for layer in stack.layers])
+            for key, stack in self.stacks.items()
+        }
+
+    def _official(self, key: str, layer: int) -> str:
+        suffix = key.split("@")[0]
+        return f"{self.prefix}.{layer}.{suffix}" if self.prefix else suffix
+
     def unstack(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Official names; experts stay stacked as PREFIX.N.ffn.experts.w1 [E, I, D]."""
-        official: dict[str, Tensor] = {}
-        for key, stack in self.stacks.items():
-            suffix = key.split("@")[0]
-            for index, layer in enumerate(stack.layers):
-                official[f"{self.prefix}.{layer}.{suffix}" if self.prefix else suffix] = values[key][index].detach()
-        return official
+        return {
+            self._official(key, layer): values[key][index].detach()
+            for key, stack in self.stacks.items()
+            for index, layer in enumerate(stack.layers)
+        }
 
 
 def split_name(name: str, prefix: str) -> tuple[int, str | None]:

@@ -20,7 +20,7 @@ BLOCK = 64
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """logits [N, S, S] float32 -> doubly stochastic [N, S, S] float32; softmax over the last dimension comes first."""
     if logits.is_cuda:
-        result: Tensor = _Sinkhorn.apply(logits, iterations, eps)
+        result: Tensor = _Sinkhorn.apply(logits, iterations, eps)  # type: ignore[no-untyped-call]
         return result
     return sinkhorn_reference(logits, iterations, eps)
 
@@ -51,7 +51,7 @@ class _Sinkhorn(torch.autograd.Function):
         return comb
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, comb, divisors = ctx.saved_tensors  # type: ignore[attr-defined]
         N, S, _ = logits.shape
         result = torch.empty_like(logits)
@@ -61,7 +61,7 @@ class _Sinkhorn(torch.autograd.Function):
         return result, None, None
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(logits, comb, divisors, N, iterations, eps, S: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.arange(0, S)
@@ -84,7 +84,7 @@ def _forward_kernel(logits, comb, divisors, N, iterations, eps, S: tl.constexpr,
     tl.store(comb + matrix, x, mask=live[:, None, None])
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(logits, comb, divisors, grad, result, N, iterations, S: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.arange(0, S)
@@ -94,7 +94,7 @@ def _backward_kernel(logits, comb, divisors, grad, result, N, iterations, S: tl.
     x = tl.load(comb + matrix, mask=live[:, None, None], other=0.0)
     g = tl.load(grad + matrix, mask=live[:, None, None], other=0.0)
     # y = x / (sum x + eps) gives dx = (dy - sum(dy * y)) / divisor, over the same dimension.
-    for k in range(0, iterations - 1):
+    for k in range(iterations - 1):
         i = iterations - 1 - k
         d = tl.load(divisors + 2 * i * N * S + vector, mask=live[:, None], other=1.0)
         g = (g - tl.sum(g * x, 1)[:, None, :]) / d[:, None, :]

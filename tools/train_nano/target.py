@@ -16,6 +16,7 @@ from tools.train_nano.graph import Features, Mode, Target
 from tools.train_nano.packing import CSA, pack
 from tools.train_nano.stream import DEFAULT_MIX
 from tools.train_nano.tasks import TASKS, draw
+from tools.train_nano.tasks.example import Task
 from tools.train_nano.tokenizer import DEFAULT_PATH
 from tools.train_nano.training import Batch, Group, Phase, to_device
 
@@ -26,7 +27,7 @@ BIAS_STEP = 0.001
 VALIDATION_EXAMPLES = 48  # of a task, for each process
 
 SHORT, LONG = 2048, 12_800  # the long rows hold a recall prompt of 12,288 tokens with its answer
-LONG_MIX = DEFAULT_MIX | {"recall": 0.5}
+LONG_MIX: dict[Task, float] = DEFAULT_MIX | {"tools": 0.5, "extraction": 0.4, "recall": 0.4}
 
 
 def phases(num_rows: int) -> list[Phase]:
@@ -93,7 +94,7 @@ class TargetTrainee:
         would repeat word for word.
         """
         encoder = Encoder(DEFAULT_PATH)
-        results = {}
+        results: dict[str, float] = {}
         for task in TASKS:
             first = self._group.rank * VALIDATION_EXAMPLES
             examples = [
@@ -114,8 +115,8 @@ class TargetTrainee:
         features = self._features(batch, phase.mode)
         right = answer_logits(features, batch.rows).argmax(-1) == batch.ids.flatten()[batch.rows + 1]
         names = batch.rows // phase.length * phase.length + batch.document.flatten()[batch.rows]
-        documents = names.unique()
-        return [float(len(documents) - len(names[~right].unique())), float(len(documents))]
+        documents = torch.unique(names)
+        return [float(len(documents) - len(torch.unique(names[~right]))), float(len(documents))]
 
 
 def answer_logits(features: Features, rows: Tensor) -> Tensor:

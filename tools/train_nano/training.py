@@ -22,10 +22,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tools.train_nano import stream
+from dsparkd.model.config import load_model_config
+from tools.train_nano import export, stream
 from tools.train_nano.graph import Mode
 from tools.train_nano.optimiser import Optimiser
+from tools.train_nano.parameters import ParameterTable
 from tools.train_nano.stream import Recipe, RowStream
+from tools.train_nano.tasks.example import Task
 
 STATE_FILE = "state.pt"
 MASTERS_BYTES = 15 << 20  # of one file at most
@@ -41,7 +44,7 @@ class Phase(NamedTuple):
     num_rows: int
     length: int
     mode: Mode
-    mix: Mapping[str, float]
+    mix: Mapping[Task, float]
 
 
 class Batch(NamedTuple):
@@ -85,7 +88,7 @@ class Group(NamedTuple):
         if self.size > 1:
             dist.all_reduce(flat)
             flat /= self.size
-        parts = flat.split([tensor.numel() for tensor in tensors])
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def agree(self, value: bool) -> bool:
@@ -164,7 +167,7 @@ def train(
     while step < total and not group.agree(time.monotonic() > deadline):
         end, phase = phase_at(phases, step)
         workers = max(1, (os.cpu_count() or 1) // group.size - 1)
-        recipe = Recipe(phase.length, dict(phase.mix))  # type: ignore[arg-type]
+        recipe = Recipe(phase.length, dict(phase.mix))
         # The seed moves with the step, so no slice sees what an earlier one saw.
         seed = part.seed * 10_000_000 + step * 8 + group.rank
         with RowStream(recipe, seed, workers) as rows, Prefetch(rows, phase.num_rows, group.device) as batches:
@@ -244,7 +247,8 @@ class Prefetch:
         return batch
 
     def _run(self) -> None:
-        copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        cuda = self._device.type == "cuda"
+        copies = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(copies):
             while not self._closing.is_set():
                 try:
@@ -293,23 +297,26 @@ def _grouped(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def restore(trainee: Trainee, optimiser: Optimiser, directory: Path) -> int:
-    """Take over a saved state: everything from state.pt, or the masters alone, which start at step 0."""
+    """Take over a saved state: everything from state.pt, or weights alone, which start at step 0."""
     tensors = trainee.parameters() | trainee.buffers()
     if (directory / STATE_FILE).exists():
         state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
         _take(tensors, state["tensors"])
         optimiser.restore(state["optimiser"])
         return int(state["step"])
-    _take(tensors, read_masters(directory))
+    saved = read_state(directory)
+    _take(tensors, {name: saved[name] for name in tensors if name in saved})
     return 0
 
 
 def read_state(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a saved state, by name, on the cpu: state.pt's, or else the masters'."""
+    """The tensors of a saved state, by name, on the cpu: state.pt's, an exported checkpoint's, or the masters'."""
     if (directory / STATE_FILE).exists():
         tensors = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)["tensors"]
         assert isinstance(tensors, dict)
         return tensors
+    if (directory / "config.json").exists():
+        return read_checkpoint(directory)
     return read_masters(directory)
 
 
@@ -319,8 +326,16 @@ def read_masters(directory: Path) -> dict[str, Tensor]:
     for path in sorted(directory.glob("masters-*.safetensors")):
         found |= load_file(path)
     if not found:
-        raise FileNotFoundError(f"{directory} has neither {STATE_FILE} nor masters-*.safetensors")
+        raise FileNotFoundError(f"{directory} has no {STATE_FILE}, no masters-*.safetensors and no checkpoint")
     return found
+
+
+def read_checkpoint(directory: Path) -> dict[str, Tensor]:
+    """An exported checkpoint's tensors as masters: what quantisation took from them is lost."""
+    config = load_model_config(directory)
+    official = export.read_state(directory)
+    tables = [ParameterTable(config, prefix) for prefix in ("", "layers", "mtp")]
+    return {f"{table.prefix}/{key}": tensor for table in tables for key, tensor in table.stack(official).items()}
 
 
 def _take(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

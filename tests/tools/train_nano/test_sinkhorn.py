@@ -27,7 +27,10 @@ def test_kernels_give_the_formula_and_its_gradient() -> None:
     The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env={"TRITON_INTERPRET": "1", "PYTHONPATH": "."}, capture_output=True, text=True
+        [sys.executable, "-c", _PROGRAM],
+        env={"TRITON_INTERPRET": "1", "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
     )
 
     assert done.stdout.split() == ["True", "True"], done.stderr
