@@ -11,10 +11,10 @@ INSTALLED := .venv/installed
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
 
-serve: venv run/nano/config.json  ## start the server on http://127.0.0.1:8000 with a small random checkpoint
+serve: venv  ## start the server on http://127.0.0.1:8000 with the small checkpoint that ships
 	$(PY) -m dsparkd --config conf/dev.toml
 
-test: venv run/nano/config.json  ## run the tests that need no GPU
+test: venv  ## run the tests that need no GPU
 	$(PY) -m pytest -m "not gpu and not gpu2"
 
 check: venv  ## lint, types, import rules, documents against code
@@ -36,6 +36,3 @@ $(INSTALLED): pyproject.toml setup.py $(C_SOURCES)
 	$(PY) -m pip install --quiet torch==2.13.0
 	$(PY) -m pip install --quiet --editable '.[test]'
 	touch $@
-
-run/nano/config.json: | venv
-	$(PY) -m tools.random_checkpoint --out run/nano

@@ -35,10 +35,11 @@ def free_port() -> int:
         return port
 
 
-def ensure_checkpoint(directory: Path = ROOT / "run" / "nano") -> Path:
-    """Return the small random checkpoint, writing it first where it is missing."""
-    if not (directory / "config.json").exists():
-        subprocess.run([sys.executable, "-m", "tools.random_checkpoint", "--out", str(directory)], check=True, cwd=ROOT)
+def ensure_checkpoint() -> Path:
+    """Return the checkpoint that ships with the project. Raises FileNotFoundError where its weights are missing."""
+    directory = ROOT / "conf" / "nano"
+    if not (directory / "model.safetensors").exists():
+        raise FileNotFoundError(f"{directory} has no weights: is this a whole checkout?")
     return directory
 
 
