@@ -104,6 +104,30 @@ def test_an_interface_of_another_version_is_a_start_failure(monkeypatch: pytest.
         NativeTraversal.open(1)
 
 
+@pytest.mark.parametrize(
+    ("mutation", "is_sound"),
+    [
+        (("", ""), True),
+        (("while (pool->num_active > 0)", "while (0)"), False),
+    ],
+    ids=["as it is", "does not wait for its workers"],
+)
+def test_the_pools_threads_are_free_of_races(tmp_path: Path, mutation: tuple[str, str], is_sound: bool) -> None:
+    """decisions 30: by the thread sanitizer, which must catch a pool that leaves before its workers have."""
+    source = (HERE / "traversal.c").read_text(encoding="utf-8")
+    old, new = mutation
+    assert old in source
+    (tmp_path / "traversal.c").write_text(source.replace(old, new), encoding="utf-8")
+    driver = Path(__file__).parent / "traversal_driver.c"
+    command = ["gcc", "-std=c11", "-g", "-O1", "-fsanitize=thread", "-pthread", f"-I{HERE}", f"-I{tvm_ffi_headers()}"]
+    program = tmp_path / "walks"
+    subprocess.run([*command, str(tmp_path / "traversal.c"), str(driver), "-o", str(program)], check=True)
+
+    result = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+
+    assert (result.returncode == 0 and "ThreadSanitizer" not in result.stderr) == is_sound, result.stderr[:2000]
+
+
 @dataclass(frozen=True)
 class Method:
     """A row of a type's table of methods."""
