@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -10,12 +12,18 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import xgrammar
 
 from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, SchedulerConfig, resolve
 from dsparkd.errors import CapabilityError, CheckpointError, InvariantError
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.executor import Executor
+from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, StepKind
+from dsparkd.grammar.compiler import tokenizer_info
+from dsparkd.grammar.matcher import Matcher
+from dsparkd.grammar.traversal import open_traversal
+from dsparkd.grammar.vocabulary import make_vocabulary
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
@@ -178,6 +186,79 @@ def test_ids_are_the_same_alone_batched_and_chunked(executor: Executor, params: 
 
     assert [s.output_ids for s in together] == alone
     assert all(token_id < NUM_TOKENS for ids in alone for token_id in ids)
+
+
+@pytest.fixture(scope="module")
+def info(checkpoint: Path) -> xgrammar.TokenizerInfo:
+    """The tokens as a rank tells XGrammar of them."""
+    vocabulary = make_vocabulary(Tokenizer.load(checkpoint), VOCAB, (load_model_config(checkpoint).eos_token_id,))
+    return tokenizer_info(vocabulary)
+
+
+@pytest.fixture(scope="module")
+def masked(checkpoint: Path, info: xgrammar.TokenizerInfo) -> Executor:
+    """As `executor`, with grammars."""
+    torch.set_num_threads(1)
+    config = load_model_config(checkpoint)
+    model, exchange = load_both_shards(checkpoint, config, torch.float32, CPU)
+    pool = KVPool(config.kv_geometry(PAGE, "float32"), PoolSizes(40, 7, 4), torch.float32, CPU)
+    masker = Masker(open_traversal("native", 1, info), 6, 1, VOCAB, timeout_s=60.0)
+    return Executor(0, model, 0, pool, exchange, Tokenizer.load(checkpoint), masker)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_a_grammar_holds_the_prefills_own_token_however_the_prefill_is_cut(
+    masked: Executor, info: xgrammar.TokenizerInfo, params: SamplingParams
+) -> None:
+    """D-13: one mask and one advance for the first token; prefills of 1, 3 and 5 chunks give the same ids."""
+    compiled = xgrammar.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "q" [a-f0-9]{6} "!"')
+    outputs = set()
+    for chunk in (10**6, 2 * PAGE, PAGE):
+        sequence = Sequence("s", prompt(5 * PAGE - 3), params, slot=1, first_page=1)
+        matcher = Matcher(compiled)
+        starts: tuple[SlotStart, ...] = (SlotStart(1, None, 0),)
+        while len(sequence.output_ids) < 8:
+            row = sequence.row(chunk)
+            row = dataclasses.replace(row, matcher=matcher if row.sampling is not None else None)
+            (output,) = run(masked, [row], slot_starts=starts)
+            starts = ()
+            assert output.failure is None
+            sequence.take(row, output)
+            matcher.queue(output.token_ids)
+        outputs.add(sequence.output_ids)
+
+    (ids,) = outputs
+    assert re.fullmatch("q[a-f0-9]{6}!", bytes(ids).decode())
+
+
+def test_d14_a_row_with_a_grammar_leaves_its_neighbours_ids_alone(
+    masked: Executor, executor: Executor, info: xgrammar.TokenizerInfo
+) -> None:
+    """D-14: through the whole step, masks and all, a free row's ids are those of a server without grammars."""
+    free = Sequence("free", prompt(90, 2), SEEDED, slot=2, first_page=10)
+    generate(executor, [free], 5)
+    again = Sequence("free", prompt(90, 2), SEEDED, slot=2, first_page=10)
+    held = Sequence("held", prompt(60, 4), SEEDED, slot=3, first_page=20)
+    matcher = Matcher(xgrammar.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "abcde"'))
+    starts: tuple[SlotStart, ...] = (SlotStart(2, None, 0), SlotStart(3, None, 0))
+    for _ in range(5):
+        rows = [again.row(), dataclasses.replace(held.row(), matcher=matcher)]
+        outputs = run(masked, rows, slot_starts=starts)
+        starts = ()
+        for sequence, row, output in zip((again, held), rows, outputs, strict=True):
+            sequence.take(row, output)
+        matcher.queue(outputs[1].token_ids)
+
+    assert again.output_ids == free.output_ids
+    assert bytes(held.output_ids) == b"abcde"
+
+
+def test_a_grammar_without_a_masker_is_refused(executor: Executor, info: xgrammar.TokenizerInfo) -> None:
+    """A row is never sampled past its grammar."""
+    sequence = Sequence("s", prompt(5), GREEDY, slot=1, first_page=1)
+    matcher = Matcher(xgrammar.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "a"'))
+    with pytest.raises(InvariantError, match="no mask"):
+        run(executor, [dataclasses.replace(sequence.row(), matcher=matcher)], slot_starts=(SlotStart(1, None, 0),))
 
 
 def test_a_sequence_resumes_from_a_snapshot_with_the_ids_of_a_cold_run(executor: Executor) -> None:

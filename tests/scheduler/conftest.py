@@ -16,13 +16,15 @@ import msgspec
 import pytest
 
 from dsparkd import system
-from dsparkd.errors import PeerError
-from dsparkd.executor.plan import Plan, RowOutput, StepKind, StepOutput
+from dsparkd.errors import PeerError, RequestError
+from dsparkd.executor.plan import Plan, RowFailure, RowOutput, StepKind, StepOutput
+from dsparkd.grammar.cache import CacheState
 from dsparkd.ipc.channel import Channel
 from dsparkd.messages import (
     Abort,
     Admitted,
     Farewell,
+    Grammar,
     LoadSnapshot,
     MetricsFrame,
     Refused,
@@ -41,6 +43,7 @@ from dsparkd.native import exchange as native
 from dsparkd.scheduler.account import Account
 from dsparkd.scheduler.agreement import Agreement
 from dsparkd.scheduler.exchange import Exchange, GlooExchange, NativeExchange
+from dsparkd.scheduler.grammars import GrammarDesk
 from dsparkd.scheduler.loop import Bounds, Lines, Loop, Parts
 from dsparkd.scheduler.policy import Limits, Planner
 from dsparkd.scheduler.queue import RequestQueue
@@ -49,6 +52,7 @@ from dsparkd.scheduler.results import Committer
 
 VOCAB = 29
 EOS = 1
+THINK_END = 2
 PAGE = 4
 
 
@@ -86,10 +90,14 @@ class FakeDevice:
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.plans: list[Plan] = []
         self.counts: list[tuple[int, int]] = []
+        self.failing: dict[str, RowFailure] = {}
 
     def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
         self.plans.append(plan)
         self.counts.append(counts)
+        for row in plan.rows:
+            if row.matcher is not None:
+                row.matcher.take_queue()
         for start in plan.slot_starts:
             held = () if start.snapshot is None else self.snapshots[start.snapshot]
             assert len(held) == start.position, "a slot is filled from a snapshot of another position"
@@ -133,11 +141,101 @@ class FakeDevice:
             told = ids[row.start + 1 : min(end + 1, len(row.prompt_ids))]
             prompt_logprobs = tuple(TokenLogprob(token, -1.0) for token in told)
         if row.sampling is None:
+            assert row.matcher is None, "a row that samples nothing has no use for a mask"
             return RowOutput((), prompt_logprobs=prompt_logprobs)
+        if row.request_id in self.failing:
+            return RowOutput((0,), failure=self.failing[row.request_id])
         assert end == len(ids)
         token = next_token(ids)
         logprobs = None if row.sampling.top_logprobs is None else (TokenLogprob(token, -0.5),)
         return RowOutput((token,), logprobs, prompt_logprobs)
+
+
+class FakeMatcher:
+    """Hears ids as dsparkd.grammar.matcher.Matcher does; refuses those in `refused`."""
+
+    def __init__(self, refused: frozenset[int] = frozenset()) -> None:
+        self.handle = object()
+        self.told: list[int] = []
+        self._queue: list[int] = []
+        self._refused = refused
+
+    def queue(self, ids: Sequence[int]) -> None:
+        self._queue += ids
+
+    def take_queue(self) -> list[int]:
+        taken, self._queue = self._queue, []
+        self.told += taken
+        return taken
+
+    def commit(self) -> bool:
+        return not self._refused & set(self.take_queue())
+
+
+class FakeTicket:
+    """A wait that a test ends."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.begun_ns = 0
+        self.source = "compile"
+        self.outcome: FakeMatcher | RequestError | None = None
+        self.is_cancelled = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.outcome is not None
+
+    def matcher(self) -> FakeMatcher:
+        if isinstance(self.outcome, RequestError):
+            raise self.outcome
+        assert self.outcome is not None
+        return self.outcome
+
+
+class FakeCache:
+    def state(self) -> CacheState:
+        return CacheState(0, 0, 0, 0, {"bytes": 0, "entries": 0, "oversized": 0, "flush": 0})
+
+
+class FakeService:
+    """Gives grammars when a test says so; `known` are there at once."""
+
+    def __init__(self, wake: int) -> None:
+        self.cache = FakeCache()
+        self.tickets: list[FakeTicket] = []
+        self.known: dict[Grammar, Callable[[], FakeMatcher | RequestError]] = {}
+        self.deadline_ns: int | None = None
+        self.looks = 0
+        self._wake = wake
+        self._done: list[FakeTicket] = []
+
+    def request(self, grammar: Grammar) -> FakeTicket:
+        ticket = FakeTicket(grammar)
+        self.tickets.append(ticket)
+        if grammar in self.known:
+            ticket.outcome = self.known[grammar]()
+            ticket.source = "memory"
+        return ticket
+
+    def settle(self, ticket: FakeTicket, outcome: FakeMatcher | RequestError) -> None:
+        ticket.outcome = outcome
+        self._done.append(ticket)
+        os.eventfd_write(self._wake, 1)
+
+    def cancel(self, ticket: FakeTicket) -> None:
+        ticket.is_cancelled = True
+
+    def drain(self) -> list[FakeTicket]:
+        self.looks += 1
+        done, self._done = [ticket for ticket in self._done if not ticket.is_cancelled], []
+        return done
+
+    def next_deadline_ns(self) -> int | None:
+        return self.deadline_ns
+
+    def take_events(self) -> list[tuple[str, str, float]]:
+        return []
 
 
 class Texts:
@@ -258,6 +356,9 @@ class Rank:
             Channel(text_here, decode_to_rank, name="detokenizer", **options),
         )
         self.exchange = exchange
+        wake = system.eventfd()
+        self.grammars = FakeService(wake)
+        self.desk = GrammarDesk(self.grammars, wake)
         self.loop = Loop(
             Bounds(
                 dp_rank=dp_rank,
@@ -273,8 +374,9 @@ class Rank:
                 self.queue,
                 self.memory,
                 self.planner,
-                Committer(self.queue, self.memory, Texts(), frozenset({EOS})),
+                Committer(self.queue, self.memory, Texts(), frozenset({EOS}), THINK_END),
                 self.device,
+                self.desk,
             ),
             Account(dp_rank, self.tally, clock),
             self.watch,
@@ -288,9 +390,9 @@ class Rank:
         self.frames: list[MetricsFrame] = []
         self.farewells: list[str] = []
 
-    def submit(self, *requests: TokenizedRequest) -> None:
+    def submit(self, *requests: TokenizedRequest, grammar: Grammar | None = None) -> None:
         self.frame += 1
-        self.parent.send_nowait(RoutedBatch(self.dp_rank, self.frame, requests))
+        self.parent.send_nowait(RoutedBatch(self.dp_rank, self.frame, requests, grammar))
 
     def abort(self, request_id: str) -> None:
         self.parent.send_nowait(Abort(request_id))
@@ -339,6 +441,7 @@ class Rank:
         for channel in (self.parent, self.detokenizer, *self._own):
             channel.close()
         self.exchange.close()
+        os.close(self.desk.fileno())
 
 
 @dataclass
@@ -408,6 +511,7 @@ class Lab:
     Sizes = Sizes
     Pair = Pair
     FakeDevice = FakeDevice
+    FakeMatcher = FakeMatcher
     Texts = Texts
     Meeting = Meeting
     exchanges = staticmethod(make_exchanges)
@@ -416,6 +520,7 @@ class Lab:
     next_token = staticmethod(next_token)
     PAGE = PAGE
     EOS = EOS
+    THINK_END = THINK_END
     VOCAB = VOCAB
 
 
