@@ -87,7 +87,8 @@ def serve(config: Config) -> int:
     log_module.configure("parent", None, config.log.format, config.log.level)
     listener = supervisor.bind_listener(config.server)
     prepare_grammars(config)
-    wiring = make_wiring(supervisor.open_exchange(config), has_probe=config.grammar.enabled)
+    shared, board = supervisor.open_exchange(config), supervisor.create_board()
+    wiring = make_wiring(shared, board=board, has_probe=config.grammar.enabled)
     if config.engine.device == "cpu":
         # The ranks compute on the cores that every text event wakes somebody on, and when one is preempted both wait.
         system.schedule_as_batch()

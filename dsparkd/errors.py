@@ -87,6 +87,10 @@ class ExchangeError(PeerError):
         self.sequence = sequence
 
 
+class BoardError(DsparkdError):
+    """The load board cannot be read: whoever wants to know how a rank is takes it for unwell."""
+
+
 class ExchangeStopped(DsparkdError):
     """The parent ended a rank's wait for the other one: an order to leave, above the loop no error."""
 

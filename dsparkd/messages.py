@@ -1,8 +1,8 @@
 """Every struct that crosses a process, with its decoders.
 
     parent  -> rank          ToRank          RoutedBatch, Abort, Shutdown
-    rank    -> parent        FromRank        Progress, RankReady, StartFailed, Admitted, Refused, LoadSnapshot,
-                                             MetricsFrame, Farewell
+    rank    -> parent        FromRank        Progress, RankReady, StartFailed, Admitted, Refused, MetricsFrame,
+                                             Farewell
     rank    -> detokenizer   ToDetokenizer   TokenDeltas, Farewell
     detok.  -> parent        FromDetokenizer TextDeltas, MetricsFrame, Farewell
     rank    -> probe         ToProbe         ProbeRequest
@@ -170,8 +170,8 @@ class Refused(Message, frozen=True, tag=True):
     retry_after_s: int | None = None
 
 
-class LoadSnapshot(Message, frozen=True, tag=True, kw_only=True):
-    """What the router and health may know of a rank; published from its tick thread only.
+class LoadSnapshot(Message, frozen=True, kw_only=True):
+    """What the router and health may know of a rank; published from its tick thread only, on the load board.
 
     `frame` is the last RoutedBatch taken in; outstanding counts cover requests that have not ended, tokens are
     their uncomputed prompt tokens plus one per row that decodes.
@@ -328,7 +328,7 @@ class ProbeBody(Message, frozen=True, tag=True):
 ToProbe = ProbeRequest
 FromProbe = ProbeReady | ProbeVerdict | ProbeBody
 ToRank = RoutedBatch | Abort | Shutdown
-FromRank = Progress | RankReady | StartFailed | Admitted | Refused | LoadSnapshot | MetricsFrame | Farewell
+FromRank = Progress | RankReady | StartFailed | Admitted | Refused | MetricsFrame | Farewell
 ToDetokenizer = TokenDeltas | Farewell
 FromDetokenizer = StartFailed | Progress | TextDeltas | MetricsFrame | Farewell
 

@@ -36,6 +36,7 @@ from dsparkd.grammar.service import GrammarService
 from dsparkd.grammar.store import GrammarStore, scope_name
 from dsparkd.grammar.traversal import open_traversal
 from dsparkd.grammar.vocabulary import make_vocabularies
+from dsparkd.ipc.board import BoardWriter, open_board
 from dsparkd.ipc.channel import Channel
 from dsparkd.ipc.wiring import RankWiring
 from dsparkd.messages import (
@@ -254,10 +255,12 @@ class Rank:
             heartbeat_s=config.health.heartbeat_s,
             farewell_s=config.routing.send_timeout_s,
         )
+        board = BoardWriter(open_board(self._wiring.board), dp_rank)
+        os.close(self._wiring.board)  # the mapping stays
         exchange: Exchange = self._native or GlooExchange(groups.gather, self._wiring.peer)
         return Loop(
             bounds,
-            Lines(self._parent, self._detokenizer, exchange),
+            Lines(self._parent, self._detokenizer, exchange, board.publish),
             Parts(self._queue, memory, planner, committer, executor, desk),
             Account(dp_rank, self._tally, time.monotonic_ns),
             AlarmWatch(config.watchdog.tick_timeout_s),

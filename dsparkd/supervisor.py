@@ -25,6 +25,7 @@ from dsparkd import log as log_module
 from dsparkd import metrics, system
 from dsparkd.config import Config, ServerConfig
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, CapabilityError, ConfigError, FatalError, PeerError, StartError
+from dsparkd.ipc import board
 from dsparkd.ipc.wiring import (
     ChildWiring,
     DetokenizerWiring,
@@ -59,6 +60,11 @@ CAUSE_WINDOW_S = 0.5  # how much later than its sender's end a message may be re
 CONSEQUENCE_DELAY_S = 0.1  # how much later than its cause the end may be seen that it brought about
 PROGRESS_INTERVAL_S = 5
 START_EXTENSION_S = 120  # of the service manager's start time-out, renewed by each progress message
+
+MEMORY_REMEDY = (
+    "allow memfd_create and eventfd2 in the seccomp filter and raise the limits of open files and of file size"
+    " (LimitNOFILE, LimitFSIZE; ulimit -n, -f)"
+)
 
 RANK_PATH = "dsparkd.rank:main"
 DETOKENIZER_PATH = "dsparkd.detokenizer:main"
@@ -248,12 +254,28 @@ def open_exchange(config: Config) -> SharedRegion | None:
         raise CapabilityError(
             exchange.FEATURE,
             f"memory that two processes share ({error.strerror})",
-            "allow memfd_create and eventfd2 in the seccomp filter and raise the limits of open files and of file size"
-            ' (LimitNOFILE, LimitFSIZE; ulimit -n, -f), or set exchange.kind = "gloo"',
+            f'{MEMORY_REMEDY}, or set exchange.kind = "gloo"',
         ) from error
     session = int.from_bytes(os.urandom(8), "little")
     exchange.init_region(memory, session=session, digest=exchange.config_digest(config))
     return SharedRegion(memory, session, kicks)
+
+
+def create_board() -> int:
+    """Make the load board that parent and ranks share. Raises CapabilityError."""
+    descriptor = -1
+    try:
+        descriptor = system.sealed_memory("dsparkd-board", board.BOARD_BYTES)
+        with board.open_board(descriptor) as memory:
+            board.prepare_board(memory)
+    except OSError as error:
+        raise CapabilityError(
+            board.FEATURE, f"memory that processes share ({error.strerror})", MEMORY_REMEDY
+        ) from error
+    except CapabilityError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def bind_listener(config: ServerConfig) -> socket.socket:
@@ -367,7 +389,15 @@ class Supervisor:
             self._wiring.detokenizer, decode_from_detokenizer, send_timeout_s=timeout_s, name="detokenizer"
         )
         self._channels = (rank_0, rank_1, detokenizer)
-        return Router(self._config, (rank_0, rank_1), detokenizer, self._registry, on_progress=self._on_progress)
+        reader = board.BoardReader(board.open_board(self._wiring.board))
+        return Router(
+            self._config,
+            (rank_0, rank_1),
+            detokenizer,
+            self._registry,
+            board=reader.read,
+            on_progress=self._on_progress,
+        )
 
     async def _run_router(self, router: Router) -> None:
         try:

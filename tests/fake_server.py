@@ -21,6 +21,7 @@ from dsparkd import config as config_module
 from dsparkd import log, supervisor
 from dsparkd.config import Config, Hardware
 from dsparkd.errors import PeerError, StartError
+from dsparkd.ipc.board import BoardWriter, open_board
 from dsparkd.ipc.channel import Channel
 from dsparkd.ipc.wiring import DetokenizerWiring, RankWiring, make_wiring
 from dsparkd.messages import (
@@ -86,6 +87,8 @@ class FakeRank:
         self.detokenizer = Channel(
             wiring.detokenizer, decode_to_detokenizer, send_timeout_s=5, max_pending_bytes=1 << 24
         )
+        self.board = BoardWriter(open_board(wiring.board), wiring.dp_rank)
+        os.close(wiring.board)
         self.left: dict[str, int] = {}
         self.sequence = 0
         self.stopping = False
@@ -156,7 +159,7 @@ class FakeRank:
 
     def publish(self) -> None:
         self.sequence += 1
-        self.parent.send_nowait(
+        self.board.publish(
             LoadSnapshot(
                 dp_rank=self.dp_rank,
                 sequence=self.sequence,
@@ -281,7 +284,7 @@ def main(config_file: str, find_hardware: Callable[[], Hardware] = lambda: Hardw
         signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
         log.configure("parent", None, config.log.format, config.log.level)
         listener = supervisor.bind_listener(config.server)
-        wiring = make_wiring(supervisor.open_exchange(config))
+        wiring = make_wiring(supervisor.open_exchange(config), board=supervisor.create_board())
         children = supervisor.fork_children(
             config, wiring, rank_path="fake_server:rank_main", detokenizer_path="fake_server:detokenizer_main"
         )

@@ -33,13 +33,13 @@ from dsparkd.config import (
 )
 from dsparkd.errors import ConfigError, PeerError
 from dsparkd.executor.plan import StepKind
+from dsparkd.ipc.board import BoardReader, open_board
 from dsparkd.ipc.channel import Channel
 from dsparkd.ipc.wiring import RankWiring, SharedRegion
 from dsparkd.messages import (
     Abort,
     Admitted,
     Farewell,
-    LoadSnapshot,
     Message,
     MetricsFrame,
     Progress,
@@ -55,7 +55,7 @@ from dsparkd.messages import (
     decode_to_detokenizer,
 )
 from dsparkd.native.exchange import stop_region
-from dsparkd.supervisor import open_exchange
+from dsparkd.supervisor import create_board, open_exchange
 from tools.random_checkpoint import write_nano
 
 ROOT = Path(rank.__file__).parents[1]
@@ -70,12 +70,12 @@ from dsparkd.config import Config
 from dsparkd.ipc.wiring import RankWiring, SharedRegion
 dp_rank, *fds = map(int, sys.argv[1:5])
 config = msgspec.json.decode(sys.argv[5], type=Config)
-memory, session, *kicks = json.loads(sys.argv[7])
+board, memory, session, *kicks = json.loads(sys.argv[7])
 log.configure("rank", dp_rank, "json", "info")
 from dsparkd import rank
 exec(sys.argv[6])
 shared = SharedRegion(memory, session, tuple(kicks)) if kicks else None
-code = rank.main(config, RankWiring(dp_rank, *(socket.socket(fileno=fd) for fd in fds), shared=shared))
+code = rank.main(config, RankWiring(dp_rank, *(socket.socket(fileno=fd) for fd in fds), shared=shared, board=board))
 sys.stderr.flush()
 import os
 os._exit(code)
@@ -107,15 +107,15 @@ class Process:
     """One rank process and the parent's ends of its channels."""
 
     def __init__(
-        self, config: Config, dp_rank: int, peer: socket.socket, patch: str, shared: SharedRegion | None
+        self, config: Config, dp_rank: int, peer: socket.socket, patch: str, shared: SharedRegion | None, board: int
     ) -> None:
         parent, parent_there = socket.socketpair()
         text, text_there = socket.socketpair()
         ends = (parent_there, text_there, peer)
         numbers = [end.fileno() for end in ends]
-        words = [shared.memory, shared.session, *shared.kicks] if shared is not None else [-1, 0]
+        words = [board, shared.memory, shared.session, *shared.kicks] if shared is not None else [board, -1, 0]
         arguments = [str(dp_rank), *map(str, numbers), msgspec.json.encode(config).decode(), patch, json.dumps(words)]
-        inherited = numbers + list(shared.descriptors() if shared is not None else ())
+        inherited = [*numbers, board, *(shared.descriptors() if shared is not None else ())]
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, *arguments], pass_fds=inherited, cwd=ROOT, stderr=subprocess.PIPE
         )
@@ -174,7 +174,16 @@ class Server:
     def __init__(self, config: Config, patch: str = "") -> None:
         peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.shared = open_exchange(config)
-        self.ranks = tuple(Process(config, dp_rank, peers[dp_rank], patch, self.shared) for dp_rank in (0, 1))
+        self._board = create_board()
+        self.board = BoardReader(open_board(self._board))
+        self.ranks = tuple(
+            Process(config, dp_rank, peers[dp_rank], patch, self.shared, self._board) for dp_rank in (0, 1)
+        )
+
+    def parked(self) -> bool:
+        """Whether both ranks say that they sleep."""
+        found = [self.board.read(dp_rank) for dp_rank in (0, 1)]
+        return all(snapshot is not None and snapshot.parked for snapshot in found)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -191,7 +200,7 @@ class Server:
     def close(self) -> None:
         for each in self.ranks:
             each.close()
-        for number in self.shared.descriptors() if self.shared is not None else ():
+        for number in (self._board, *(self.shared.descriptors() if self.shared is not None else ())):
             os.close(number)
 
 
@@ -260,7 +269,7 @@ def test_ranks_start_serve_and_leave_together(serve: Callable[..., Server], kind
     assert finish is not None
     assert finish.cached_tokens == 512
 
-    server.wait_for(lambda: all(parked(each) for each in server.ranks))
+    server.wait_for(server.parked)
     server.ranks[1].parent.send_nowait(Abort("nobody"))
     server.ranks[0].parent.send_nowait(Shutdown())
     server.ranks[1].parent.send_nowait(Shutdown())
@@ -290,11 +299,6 @@ def test_ranks_start_serve_and_leave_together(serve: Callable[..., Server], kind
             assert all(times)
             assert times == sorted(times)
     assert len(ticks) == 1
-
-
-def parked(each: Process) -> bool:
-    snapshot = each.last(LoadSnapshot)
-    return isinstance(snapshot, LoadSnapshot) and snapshot.parked
 
 
 @pytest.mark.parametrize("kind", ["native", "gloo"])
@@ -408,7 +412,7 @@ def built(config: Config) -> Iterator[rank.Rank]:
     """A rank that has started nothing."""
     pairs = [socket.socketpair() for _ in range(3)]
     log.configure("rank", 0, "json", "info")
-    yield rank.Rank(config, RankWiring(0, *(pair[0] for pair in pairs)))
+    yield rank.Rank(config, RankWiring(0, *(pair[0] for pair in pairs), board=-1))
     for left, right in pairs:
         left.close()
         right.close()
@@ -453,7 +457,7 @@ def test_an_admitted_request_is_answered_before_its_first_token(serve: Callable[
     server.ranks[1].parent.send_nowait(RoutedBatch(1, 1, (request("x", 2048, 4),)))
     server.ranks[1].parent.send_nowait(RoutedBatch(1, 2, (request("y", 20, 1),)))
     server.wait_for(lambda: any(delta.finish for delta in server.ranks[1].deltas))
-    answers = [message for message in server.ranks[1].told if not isinstance(message, (LoadSnapshot, MetricsFrame))]
+    answers = [message for message in server.ranks[1].told if not isinstance(message, MetricsFrame)]
     assert [type(answer).__name__ for answer in answers[-2:]] == ["Refused", "Admitted"]
     assert isinstance(answers[-1], Admitted)
     assert server.ranks[1].deltas[-1].request_id == "y"
@@ -490,7 +494,7 @@ def test_a_rank_that_waits_alone_leaves_when_the_parent_ends_all_waits(serve: Ca
     shutdown = msgspec.convert({"barrier_timeout_s": 0.5}, ShutdownConfig)
     server = serve(shutdown=shutdown)
     server.wait_until_ready()
-    server.wait_for(lambda: all(parked(each) for each in server.ranks))
+    server.wait_for(server.parked)
     assert server.shared is not None
     server.ranks[1].process.send_signal(signal.SIGSTOP)
     server.ranks[0].parent.send_nowait(RoutedBatch(0, 1, (request("alone", 30, 5),)))

@@ -362,7 +362,7 @@ def test_a_stop_that_takes_too_long_ends_the_waits() -> None:
 def test_children_hold_only_their_own_descriptors(server: Server) -> None:
     """decisions 13: 0, 1, 2 and the sockets of the wiring, nothing of the parent's or of a sibling's.
 
-    The ranks of a native exchange also share the region and the two events.
+    The ranks also share the load board and, for a native exchange, its region and the two events.
     """
     sockets = {}
     for name, pid in server.children().items():
@@ -371,7 +371,8 @@ def test_children_hold_only_their_own_descriptors(server: Server) -> None:
             links[int(number)] = os.readlink(f"/proc/{pid}/fd/{number}")
         own = [link for number, link in links.items() if number > 2]
         shared = sorted(link for link in own if not link.startswith("socket:"))
-        expected = ["/memfd:dsparkd-exchange (deleted)", "anon_inode:[eventfd]", "anon_inode:[eventfd]"]
+        regions = ["/memfd:dsparkd-board (deleted)", "/memfd:dsparkd-exchange (deleted)"]
+        expected = [*regions, "anon_inode:[eventfd]", "anon_inode:[eventfd]"]
         assert shared == (expected if name.startswith("rank") else [])
         sockets[name] = {link for link in own if link.startswith("socket:")}
         assert len(sockets[name]) == 3

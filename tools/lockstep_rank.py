@@ -19,6 +19,7 @@ from typing import NoReturn
 from dsparkd import log, system
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, ExchangeError, FatalError, InvariantError
 from dsparkd.executor.plan import Plan, RowOutput, StepOutput
+from dsparkd.ipc.board import BoardWriter
 from dsparkd.ipc.channel import Channel as Line
 from dsparkd.messages import decode_to_rank
 from dsparkd.metrics import Tally
@@ -55,6 +56,7 @@ class Ends:
     detokenizer: socket.socket
     peer: socket.socket
     step: socket.socket
+    board: mmap.mmap
     memory: int
     kicks: tuple[int, int]
     delay: mmap.mmap
@@ -196,6 +198,7 @@ def build_loop(ends: Ends, native: NativeExchange, tally: Tally) -> RecordingLoo
                 name="detokenizer",
             ),
             native,
+            BoardWriter(ends.board, ends.dp_rank).publish,
         ),
         Parts(
             queue,

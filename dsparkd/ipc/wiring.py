@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class SharedRegion:
 
 @dataclass(frozen=True)
 class ParentWiring:
-    """Ends of the parent: one to each rank, one to the detokenizer."""
+    """Ends of the parent: one to each rank, one to the detokenizer. board: the load board's descriptor."""
 
     ranks: tuple[socket.socket, socket.socket]
     detokenizer: socket.socket
     shared: SharedRegion | None = None
+    board: int = field(kw_only=True)
 
     def sockets(self) -> tuple[socket.socket, ...]:
         """Every end of this process."""
@@ -52,6 +53,7 @@ class RankWiring:
     peer: socket.socket
     shared: SharedRegion | None = None
     probe: socket.socket | None = None
+    board: int = field(kw_only=True)
 
     def sockets(self) -> tuple[socket.socket, ...]:
         """Every end of this process."""
@@ -61,7 +63,7 @@ class RankWiring:
     def descriptors(self) -> set[int]:
         """Every descriptor that this process inherits for its own use."""
         shared = self.shared.descriptors() if self.shared is not None else ()
-        return {*(sock.fileno() for sock in self.sockets()), *shared}
+        return {*(sock.fileno() for sock in self.sockets()), self.board, *shared}
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class Wiring:
                     sock.close()
 
 
-def make_wiring(shared: SharedRegion | None = None, *, has_probe: bool = False) -> Wiring:
-    """Create every socketpair. Descriptors are close-on-exec."""
+def make_wiring(shared: SharedRegion | None = None, *, board: int, has_probe: bool = False) -> Wiring:
+    """Create every socketpair. Descriptors are close-on-exec; parent and ranks use the board."""
     probe_rank = [socket.socketpair() for _ in range(2)] if has_probe else []
     probe_ends: list[socket.socket | None] = [ends[1] for ends in probe_rank]
     probe_ends = probe_ends or [None, None]
@@ -132,11 +134,14 @@ def make_wiring(shared: SharedRegion | None = None, *, has_probe: bool = False) 
     peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Wiring(
         parent=ParentWiring(
-            ranks=(parent_rank[0][0], parent_rank[1][0]), detokenizer=parent_detokenizer[0], shared=shared
+            ranks=(parent_rank[0][0], parent_rank[1][0]),
+            detokenizer=parent_detokenizer[0],
+            shared=shared,
+            board=board,
         ),
         ranks=(
-            RankWiring(0, parent_rank[0][1], detokenizer_rank[0][1], peers[0], shared, probe_ends[0]),
-            RankWiring(1, parent_rank[1][1], detokenizer_rank[1][1], peers[1], shared, probe_ends[1]),
+            RankWiring(0, parent_rank[0][1], detokenizer_rank[0][1], peers[0], shared, probe_ends[0], board=board),
+            RankWiring(1, parent_rank[1][1], detokenizer_rank[1][1], peers[1], shared, probe_ends[1], board=board),
         ),
         detokenizer=DetokenizerWiring(
             parent=parent_detokenizer[1], ranks=(detokenizer_rank[0][0], detokenizer_rank[1][0])

@@ -32,37 +32,45 @@ class LoadBoard:
 
     A snapshot carries the number of the last frame that its rank had taken in. Counts of later frames stay on top of
     it, so a burst's own counts are never overwritten by a snapshot that cannot know of them.
-    clock: CLOCK_MONOTONIC nanoseconds.
+    clock: CLOCK_MONOTONIC nanoseconds. read: what a rank last said, None before it said anything.
     """
 
-    def __init__(self, policy: Policy, refresh_s: float, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        refresh_s: float,
+        clock: Callable[[], int],
+        read: Callable[[int], LoadSnapshot | None],
+    ) -> None:
         self._policy = policy
         self._refresh_ns = int(refresh_s * 1e9)
         self._clock = clock
-        self._arrived: list[LoadSnapshot | None] = [None] * NUM_RANKS
+        self._read = read
         self._held: list[LoadSnapshot | None] = [None] * NUM_RANKS
         self._sent: list[dict[int, Load]] = [{} for _ in range(NUM_RANKS)]  # frame -> what of it is still counted here
         self._refreshed_ns: int | None = None
 
-    def offer(self, snapshot: LoadSnapshot) -> None:
-        """Keep a snapshot for the next refresh; one that is not newer than the last one changes nothing."""
-        last = self._arrived[snapshot.dp_rank]
-        if last is None or snapshot.sequence > last.sequence:
-            self._arrived[snapshot.dp_rank] = snapshot
-
     def refresh(self) -> Literal["fresh", "throttled", "unchanged"]:
-        """Take over what has arrived, at most once in refresh_s."""
+        """Take over what the ranks said, at most once in refresh_s; what is not newer changes nothing."""
         now = self._clock()
         if self._refreshed_ns is not None and now - self._refreshed_ns < self._refresh_ns:
             return "throttled"
         self._refreshed_ns = now
-        if self._arrived == self._held:
+        latest = [self._newer(rank) for rank in range(NUM_RANKS)]
+        if latest == self._held:
             return "unchanged"
-        self._held = list(self._arrived)
+        self._held = latest
         for rank, snapshot in enumerate(self._held):
             if snapshot is not None:
                 self._sent[rank] = {frame: load for frame, load in self._sent[rank].items() if frame > snapshot.frame}
         return "fresh"
+
+    def _newer(self, dp_rank: int) -> LoadSnapshot | None:
+        """What stands on the board if it is newer than what is held, else that."""
+        held, found = self._held[dp_rank], self._read(dp_rank)
+        if found is None or (held is not None and found.sequence <= held.sequence):
+            return held
+        return found
 
     def add(self, dp_rank: int, frame: int, tokens: int) -> None:
         """Count one dispatched item."""
@@ -90,11 +98,11 @@ class LoadBoard:
 
         Without requests nothing is refreshed, and a gauge of the last refresh would show a burst for ever.
         """
-        arrived = self._arrived[dp_rank]
-        if arrived is None:
+        latest = self._newer(dp_rank)
+        if latest is None:
             return Load(), self.speculative_load(dp_rank)
-        said = Load(arrived.outstanding_requests, arrived.outstanding_tokens)
-        return said, sum((load for frame, load in self._sent[dp_rank].items() if frame > arrived.frame), Load())
+        said = Load(latest.outstanding_requests, latest.outstanding_tokens)
+        return said, sum((load for frame, load in self._sent[dp_rank].items() if frame > latest.frame), Load())
 
     def order(self, dp_rank: int, planned: Load) -> tuple[int, int, int]:
         """Sort key of a rank: the smallest gets the next item. Equal loads are decided by the rank's number.

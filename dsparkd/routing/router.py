@@ -15,7 +15,7 @@ import msgspec
 
 from dsparkd import metrics
 from dsparkd.config import Config
-from dsparkd.errors import ConfigError, FatalError, InvariantError, PeerError, RequestError, StartError
+from dsparkd.errors import BoardError, ConfigError, FatalError, InvariantError, PeerError, RequestError, StartError
 from dsparkd.ipc.channel import AsyncChannel
 from dsparkd.messages import (
     Abort,
@@ -162,7 +162,8 @@ def _size(delta: TextDelta) -> int:
 class Router:
     """Owned by the parent's event loop; `run` must run for anything else to move.
 
-    clock: CLOCK_MONOTONIC nanoseconds. on_progress: called for each start-up stage of a child.
+    board: reads what stands in a rank's place on the load board; raises BoardError. clock: CLOCK_MONOTONIC nanoseconds.
+    on_progress: called for each start-up stage of a child.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Router:
         detokenizer: AsyncChannel[FromDetokenizer],
         registry: metrics.Registry,
         *,
+        board: Callable[[int], LoadSnapshot | None],
         clock: Callable[[], int] = time.monotonic_ns,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
@@ -183,8 +185,8 @@ class Router:
         self._registry = registry
         self._clock = clock
         self._on_progress = on_progress
-        self._board = LoadBoard(config.routing.policy, config.routing.load_refresh_s, clock)
-        self._snapshots: list[LoadSnapshot | None] = [None] * NUM_RANKS  # the latest of each channel, for health
+        self._read_place = board
+        self._board = LoadBoard(config.routing.policy, config.routing.load_refresh_s, clock, self._read_own)
         self._live: dict[str, RequestHandle] = {}
         self._outboxes: tuple[asyncio.Queue[ToRank], ...] = tuple(asyncio.Queue() for _ in range(NUM_RANKS))
         self._outstanding = [0] * NUM_RANKS  # requests of each rank that have not ended
@@ -261,7 +263,10 @@ class Router:
 
     def health(self) -> list[RankHealth]:
         """Judge the ranks by what they said last; waits for nobody."""
-        known = [snapshot for snapshot in self._snapshots if snapshot is not None]
+        try:
+            known = [snapshot for rank in range(NUM_RANKS) if (snapshot := self._read_place(rank)) is not None]
+        except BoardError:
+            return [RankHealth(rank, False, "unreadable") for rank in range(NUM_RANKS)]
         return judge_ranks(known, self._clock(), max_age_s=self._health.max_age_s, max_skew_s=self._health.max_skew_s)
 
     async def submit(self, items: Sequence[Item], grammar: Grammar | None = None) -> Submission:
@@ -303,6 +308,14 @@ class Router:
         handle = self._live.get(request_id)
         if handle is not None and not handle.finished:
             self._outboxes[handle.dp_rank].put_nowait(Abort(request_id))
+
+    def _read_own(self, rank: int) -> LoadSnapshot | None:
+        """What a rank says of itself; None also where its place holds anything else."""
+        try:
+            snapshot = self._read_place(rank)
+        except BoardError:
+            return None
+        return snapshot if snapshot is not None and snapshot.dp_rank == rank else None
 
     def _require_serving(self) -> None:
         match self.state:
@@ -452,10 +465,6 @@ class Router:
 
     def _take_from_rank(self, rank: int, message: FromRank) -> None:
         match message:
-            case LoadSnapshot():
-                self._snapshots[rank] = message
-                if message.dp_rank == rank:
-                    self._board.offer(message)
             case Admitted():
                 self._take_admitted(message)
             case Refused():
@@ -570,6 +579,6 @@ class Router:
             for source, load in zip(("snapshot", "speculative"), self._board.current(rank), strict=True):
                 tally.set(metrics.LOAD_REQUESTS, label, source, to=load.requests)
                 tally.set(metrics.LOAD_TOKENS, label, source, to=load.tokens)
-            snapshot = self._snapshots[rank]
+            snapshot = self._read_own(rank)
             if snapshot is not None:
                 tally.set(metrics.SNAPSHOT_AGE, label, to=(self._clock() - snapshot.published_ns) / 1e9)

@@ -88,11 +88,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What the loop talks through."""
+    """What the loop talks through. publish: puts a snapshot where router and health look for it; never blocks."""
 
     parent: Line[ToRank]
     detokenizer: Line[NoReturn]
     exchange: Exchange
+    publish: Callable[[LoadSnapshot], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +411,7 @@ class Loop:
         """Tell the parent how this rank stands. Only the tick thread does, so a hung tick goes stale."""
         queue = self._parts.queue
         self._snapshots += 1
-        self._lines.parent.send_nowait(
+        self._lines.publish(
             LoadSnapshot(
                 dp_rank=self._bounds.dp_rank,
                 sequence=self._snapshots,

@@ -21,12 +21,11 @@ from tests.http.conftest import MODEL, Served, error_of, served
 from tests.routing.fakes import make_config, make_snapshot, metric
 
 
-async def beat(server: Served, sequence: int = 1, parked: bool = False) -> None:
-    """Have both ranks publish a fresh snapshot, and wait until it is on the board."""
+def beat(server: Served, sequence: int = 1, parked: bool = False) -> None:
+    """Have both ranks publish a fresh snapshot."""
     for rank in range(2):
         snapshot = make_snapshot(rank, sequence, published_ns=time.monotonic_ns(), tick=sequence, parked=parked)
-        await server.backend.ranks[rank].channel.send(snapshot)
-    await server.backend.until(lambda: all(v.tick == sequence for v in server.backend.router.health()))
+        server.backend.board[rank] = snapshot
 
 
 async def test_l11_health_of_the_scheduler(server: Served) -> None:
@@ -34,7 +33,7 @@ async def test_l11_health_of_the_scheduler(server: Served) -> None:
     response = await server.client.get("/health_scheduler")
     assert response.status_code == 503
     assert [rank["reason"] for rank in response.json()["ranks"]] == ["missing", "missing"]
-    await beat(server, 3, parked=True)
+    beat(server, 3, parked=True)
     response = await server.client.get("/health_scheduler")
     assert response.status_code == 200
     body = response.json()
@@ -48,7 +47,7 @@ async def test_l11_health_of_the_scheduler(server: Served) -> None:
 
 async def test_l16_drain_turns_ready_at_once_while_probes_answer(server: Served) -> None:
     """L-11, L-16: stopping is 503 on /ready and /health_scheduler, which both still answer, as /metrics does."""
-    await beat(server)
+    beat(server)
     assert (await server.client.get("/ready")).status_code == 200
     assert metric(server.backend.registry, "dsparkd_ready") == 1
     server.backend.router.begin_drain()
@@ -70,7 +69,7 @@ async def test_health_says_so_when_the_pair_has_failed(server: Served) -> None:
 
 async def test_u09_l10_probes_start_no_work_and_count_as_none(server: Served) -> None:
     """L-10, U-09: a probe storm sends nothing to a rank and moves no request or load figure."""
-    await beat(server)
+    beat(server)
     before = server.backend.registry.render().decode().splitlines()
     for _ in range(50):
         for path in ("/health", "/ready", "/health_scheduler", "/metrics"):

@@ -172,6 +172,8 @@ class FakeBackend:
         self.answers_aborts = True
         self.changed = asyncio.Event()
         self.progress: list[Progress] = []
+        self.board: dict[int, LoadSnapshot] = {}  # what stands in each rank's place
+        self.read_place: Callable[[int], LoadSnapshot | None] = self.board.get
         self._clock = clock
 
     async def open(self) -> None:
@@ -188,6 +190,7 @@ class FakeBackend:
             (rank_channels[0], rank_channels[1]),
             detokenizer,
             self.registry,
+            board=lambda dp_rank: self.read_place(dp_rank),
             on_progress=self.progress.append,
             **clock,
         )

@@ -13,8 +13,24 @@ from tests.routing.fakes import Clock, make_snapshot
 REFRESH_S = 0.020
 
 
-def make_board(policy: Policy = "tokens", clock: Clock | None = None) -> LoadBoard:
-    return LoadBoard(policy, REFRESH_S, clock or Clock())
+class Board(LoadBoard):
+    """With what stands in each rank's place, and how often it was read."""
+
+    def __init__(self, policy: Policy, clock: Clock) -> None:
+        self.places: dict[int, LoadSnapshot] = {}
+        self.reads = 0
+        super().__init__(policy, REFRESH_S, clock, self._read_place)
+
+    def _read_place(self, dp_rank: int) -> LoadSnapshot | None:
+        self.reads += 1
+        return self.places.get(dp_rank)
+
+    def offer(self, snapshot: LoadSnapshot) -> None:
+        self.places[snapshot.dp_rank] = snapshot
+
+
+def make_board(policy: Policy = "tokens", clock: Clock | None = None) -> Board:
+    return Board(policy, clock or Clock())
 
 
 def least_loaded(board: LoadBoard) -> int:
@@ -71,6 +87,7 @@ def test_r12_a_burst_splits_evenly_over_a_stale_snapshot() -> None:
         clock.advance(0.001)
     assert counts == [32, 32]
     assert results.count("fresh") == 4  # at 0, 20, 40 and 60 ms
+    assert board.reads == 2 * 4
     assert set(results) == {"fresh", "throttled"}
 
 

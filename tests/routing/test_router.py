@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
 
 from dsparkd.config import HealthConfig, LimitsConfig
-from dsparkd.errors import ConfigError, FatalError, InvariantError, PeerError, RequestError, StartError
+from dsparkd.errors import BoardError, ConfigError, FatalError, InvariantError, PeerError, RequestError, StartError
 from dsparkd.messages import (
     Abort,
     Admitted,
     Farewell,
+    LoadSnapshot,
     Progress,
     Refused,
     RoutedBatch,
@@ -129,11 +131,10 @@ async def test_r11_the_load_is_taken_back_when_items_end() -> None:
         assert submission.handles[0].finished
 
 
-async def test_r12_snapshots_are_read_from_the_ranks_channels() -> None:
+async def test_r12_snapshots_are_read_from_the_load_board() -> None:
     """R-10, R-12: a rank that reports work gets fewer items."""
     async with started_backend() as backend:
-        await backend.ranks[0].channel.send(make_snapshot(0, 1, outstanding_tokens=1000))
-        await backend.until(lambda: metric(backend.registry, "dsparkd_snapshot_age_seconds", dp_rank="0") > 0)
+        backend.board[0] = make_snapshot(0, 1, outstanding_tokens=1000)
         await backend.router.submit(items(None, None))
         await delivered(backend, 2)
         assert backend.ranks[1].request_ids == ["r0", "r1"]
@@ -143,19 +144,16 @@ async def test_r12_snapshots_are_read_from_the_ranks_channels() -> None:
 async def test_load_gauges_fall_when_the_ranks_idle_though_nothing_is_routed() -> None:
     """R36 as a gauge: what a rank said last is shown at the scrape, not what it said when a request was last routed."""
     async with started_backend() as backend:
-        await backend.ranks[0].channel.send(make_snapshot(0, 1, outstanding_tokens=1000, outstanding_requests=3))
-        await backend.until(lambda: metric(backend.registry, "dsparkd_snapshot_age_seconds", dp_rank="0") > 0)
+        backend.board[0] = make_snapshot(0, 1, outstanding_tokens=1000, outstanding_requests=3)
         await backend.router.submit(items(0, 0))
         shown = {"dp_rank": "0", "source": "snapshot"}
         sent = {"dp_rank": "0", "source": "speculative"}
         assert metric(backend.registry, "dsparkd_load_tokens", **shown) == 1000
         assert metric(backend.registry, "dsparkd_load_requests", **sent) == 2
 
-        await backend.ranks[0].channel.send(
-            make_snapshot(0, 2, frame=1, outstanding_tokens=0, outstanding_requests=0, published_ns=5)
-        )
+        backend.board[0] = make_snapshot(0, 2, frame=1, outstanding_tokens=0, outstanding_requests=0, published_ns=5)
 
-        await backend.until(lambda: metric(backend.registry, "dsparkd_load_tokens", **shown) == 0)
+        assert metric(backend.registry, "dsparkd_load_tokens", **shown) == 0
         assert metric(backend.registry, "dsparkd_load_requests", **shown) == 0
         assert metric(backend.registry, "dsparkd_load_requests", **sent) == 0
 
@@ -513,7 +511,30 @@ async def test_l12_l11_health_judges_by_the_monotonic_clock_alone() -> None:
     clock = Clock()
     async with started_backend(clock=clock) as backend:
         for rank in range(2):
-            await backend.ranks[rank].channel.send(make_snapshot(rank, 1, published_ns=clock.now_ns))
-        await backend.until(lambda: all(verdict.reason == "ok" for verdict in backend.router.health()))
+            backend.board[rank] = make_snapshot(rank, 1, published_ns=clock.now_ns)
+        assert [verdict.reason for verdict in backend.router.health()] == ["ok", "ok"]
         clock.advance(30.1)
         assert [verdict.reason for verdict in backend.router.health()] == ["stale", "stale"]
+
+
+async def test_l11_a_board_that_cannot_be_read_makes_both_ranks_unwell() -> None:
+    """L-11, L-14: unreadable is unhealthy; requests are still routed, by what was sent alone."""
+    async with started_backend() as backend:
+
+        def broken(dp_rank: int) -> LoadSnapshot | None:
+            raise BoardError("never whole")
+
+        backend.read_place = broken
+        assert [verdict.reason for verdict in backend.router.health()] == ["unreadable", "unreadable"]
+        await backend.router.submit(items(None, None))
+        await delivered(backend, 2)
+        assert (backend.ranks[0].request_ids, backend.ranks[1].request_ids) == (["r0"], ["r1"])
+
+
+async def test_l11_a_snapshot_in_another_ranks_place_is_a_duplicate_and_no_load() -> None:
+    """L-11, R-13: what stands in a rank's place must be its own."""
+    async with started_backend() as backend:
+        for place in range(2):
+            backend.board[place] = make_snapshot(0, 1, published_ns=time.monotonic_ns(), outstanding_tokens=9)
+        assert [verdict.reason for verdict in backend.router.health()] == ["duplicate", "missing"]
+        assert metric(backend.registry, "dsparkd_load_tokens", dp_rank="1", source="snapshot") == 0

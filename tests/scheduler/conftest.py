@@ -369,7 +369,7 @@ class Rank:
                 heartbeat_s=0.1,
                 farewell_s=5.0,
             ),
-            Lines(*self._own, self.exchange),
+            Lines(*self._own, self.exchange, self._publish),
             Parts(
                 self.queue,
                 self.memory,
@@ -390,6 +390,9 @@ class Rank:
         self.frames: list[MetricsFrame] = []
         self.farewells: list[str] = []
 
+    def _publish(self, snapshot: LoadSnapshot) -> None:
+        self.snapshots.append(snapshot)
+
     def submit(self, *requests: TokenizedRequest, grammar: Grammar | None = None) -> None:
         self.frame += 1
         self.parent.send_nowait(RoutedBatch(self.dp_rank, self.frame, requests, grammar))
@@ -406,8 +409,6 @@ class Rank:
                     self.admitted.append(message.request_id)
                 case Refused():
                     self.refused.append(message)
-                case LoadSnapshot():
-                    self.snapshots.append(message)
                 case MetricsFrame():
                     self.frames.append(message)
                 case Farewell():

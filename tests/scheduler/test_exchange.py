@@ -325,7 +325,13 @@ def test_the_time_of_agreements_is_counted_by_phase(lab, pair, runner):
 
 def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):
     """R38: the parent's end wakes the rank, which fails, and with it its peer, instead of sleeping for ever."""
-    runner.wait_for(lambda: all(rank.snapshots and rank.snapshots[-1].parked for rank in pair.ranks))
+    # The frame that goes out at the beginning of a park; the snapshot that says so comes before.
+    parks = [f"dsparkd_parks_total\0{dp_rank}" for dp_rank in (0, 1)]
+    runner.wait_for(
+        lambda: all(
+            rank.frames and rank.frames[-1].values.get(park) for rank, park in zip(pair.ranks, parks, strict=True)
+        )
+    )
     if pair.kind == "gloo":
         pair.ranks[1].exchange._gather = refuse  # what gloo says when the peer's process has gone
     pair.ranks[0].parent.close()

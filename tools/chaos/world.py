@@ -23,9 +23,11 @@ PROBE_TIMEOUT_S = 60.0
 TABLES: Tables = {
     "exchange": {"timeout_s": EXCHANGE_TIMEOUT_S},
     "watchdog": {"tick_timeout_s": 25.0},
-    "health": {"max_age_s": 20.0},
+    "health": {"max_age_s": 60.0},
     "shutdown": {"drain_timeout_s": 3.0, "barrier_timeout_s": 3.0, "exit_timeout_s": 20.0},
-    "scheduler": {"max_rows": 16},
+    # Small ticks: a busy machine takes seconds for the largest one, and the start measures it.
+    "scheduler": {"max_rows": 8, "chunk_tokens": 256},
+    "engine": {"max_context_tokens": 2048},
 }
 
 
@@ -54,7 +56,7 @@ class World:
         self._tables: Tables = {
             **TABLES,
             "server": {"port": port},
-            "engine": {"crash_dir": str(run_directory / "crash")},
+            "engine": {**TABLES["engine"], "crash_dir": str(run_directory / "crash")},
             "grammar.store": {"directory": str(run_directory / "grammar")},
         }
         self._traces = Traces()

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from dsparkd import metrics
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, PeerError
+from dsparkd.ipc.board import BOARD_BYTES, BoardReader, prepare_board
 from dsparkd.ipc.channel import Channel
 from dsparkd.messages import (
     Abort,
@@ -74,6 +75,9 @@ class Life:
         parents, texts = [socket.socketpair() for _ in range(2)], [socket.socketpair() for _ in range(2)]
         peers, steps = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         memory, kicks = make_region()
+        board = mmap.mmap(-1, BOARD_BYTES)
+        prepare_board(board)
+        self._board = BoardReader(board)
         self.delay = mmap.mmap(-1, 16)
         self.reports: list[int] = []
         self.pids: list[int] = []
@@ -85,6 +89,7 @@ class Life:
                 texts[rank][1],
                 peers[rank],
                 steps[rank],
+                board,
                 memory,
                 kicks,
                 self.delay,
@@ -107,7 +112,6 @@ class Life:
         self.requests: dict[str, TokenizedRequest] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
-        self.snapshots: list[LoadSnapshot | None] = [None, None]
         self.farewells = 0
 
     def _fork(self, ends: Ends, others: list[socket.socket]) -> None:
@@ -140,9 +144,7 @@ class Life:
         for rank in (0, 1):
             try:
                 self.parents[rank].flush_nowait()
-                for message in self.parents[rank].receive_nowait():
-                    if isinstance(message, LoadSnapshot):
-                        self.snapshots[rank] = message
+                self.parents[rank].receive_nowait()
                 for text in self.texts[rank].receive_nowait():
                     self._take(text)
             except PeerError:
@@ -167,9 +169,12 @@ class Life:
             self.collect()
         return True
 
+    def _snapshots(self) -> list[LoadSnapshot | None]:
+        return [self._board.read(rank) for rank in (0, 1)]
+
     def ticks(self) -> int:
         """The later rank's tick, as far as it has said."""
-        return max(snapshot.tick if snapshot is not None else 0 for snapshot in self.snapshots)
+        return max(snapshot.tick if snapshot is not None else 0 for snapshot in self._snapshots())
 
     def outstanding(self) -> int:
         """Requests without an end."""
@@ -185,7 +190,7 @@ class Life:
 
     def parked(self) -> bool:
         """Whether both ranks have said that they sleep."""
-        return all(snapshot is not None and snapshot.parked for snapshot in self.snapshots)
+        return all(snapshot is not None and snapshot.parked for snapshot in self._snapshots())
 
     def stop(self, first: int, gap_s: float) -> None:
         """Give Shutdown to one rank, and a little later to the other one, which may have left by then."""
