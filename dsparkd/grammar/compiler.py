@@ -34,17 +34,19 @@ class Compiler:
     def __init__(self, vocabularies: Vocabularies, num_threads: int) -> None:
         self.info = tokenizer_info(vocabularies.plain)
         self._tools_info = tokenizer_info(vocabularies.tools)
-        # The cache inside XGrammar is without bound, and of no use: one bounded cache owns what is compiled.
-        self._plain = xgrammar.GrammarCompiler(self.info, max_threads=num_threads, cache_enabled=False)
-        self._tools = xgrammar.GrammarCompiler(self._tools_info, max_threads=num_threads, cache_enabled=False)
+        self._num_threads = num_threads
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Compile; takes as long as the grammar makes it. Raises GrammarError for one that XGrammar refuses.
 
         MemoryError: the process' memory did not suffice, which says nothing about the grammar.
         """
+        # Within one compile XGrammar's own cache shares the masks of rules that are alike: 40 properties take 0.3 s
+        # with it and 2 s without. Across compiles it would be a second owner of grammars, so it goes with its compiler,
+        # which costs 10 us to make.
+        compiler = xgrammar.GrammarCompiler(self._info_for(grammar), max_threads=self._num_threads, cache_enabled=True)
         try:
-            return compile_grammar(self._tools if grammar.kind == "tool_calls" else self._plain, grammar)
+            return compile_grammar(compiler, grammar)
         except RuntimeError as error:
             if "bad_alloc" in str(error):
                 raise MemoryError("XGrammar ran out of memory") from error
@@ -55,8 +57,10 @@ class Compiler:
 
         Raises RuntimeError for a body that it does refuse.
         """
-        info = self._tools_info if grammar.kind == "tool_calls" else self.info
-        return xgrammar.CompiledGrammar.deserialize_json(body.decode(), info)
+        return xgrammar.CompiledGrammar.deserialize_json(body.decode(), self._info_for(grammar))
+
+    def _info_for(self, grammar: Grammar) -> xgrammar.TokenizerInfo:
+        return self._tools_info if grammar.kind == "tool_calls" else self.info
 
 
 def describe(text: str) -> str:
