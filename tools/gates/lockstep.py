@@ -12,6 +12,7 @@ rank comes the exchange's time-out minus, then plus, a second late. C: exchange.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -139,16 +140,23 @@ class Life:
         self.requests |= {request.request_id: request for request in requests}
         self.parents[dp_rank].send_nowait(RoutedBatch(dp_rank, self.frames[dp_rank], tuple(requests)))
 
-    def collect(self) -> None:
-        """Read what has come; a closed channel is the process' end and shows elsewhere."""
+    def collect(self) -> bool:
+        """Read what has come; False when all channels are closed and read to their end.
+
+        A closed channel is the process' end and shows elsewhere; what its other channel still holds counts.
+        """
+        some_open = False
         for rank in (0, 1):
-            try:
+            with contextlib.suppress(PeerError):
                 self.parents[rank].flush_nowait()
+            with contextlib.suppress(PeerError):
                 self.parents[rank].receive_nowait()
+                some_open = True
+            with contextlib.suppress(PeerError):
                 for text in self.texts[rank].receive_nowait():
                     self._take(text)
-            except PeerError:
-                continue
+                some_open = True
+        return some_open
 
     def _take(self, message: ToDetokenizer) -> None:
         if isinstance(message, Farewell):
@@ -219,7 +227,8 @@ class Life:
                 if codes[rank] is None:
                     os.kill(pid, 9)
                     os.waitpid(pid, 0)
-        self.collect()
+        while self.collect():
+            pass
         reports = []
         for number in self.reports:
             with open(number) as file:
