@@ -139,7 +139,7 @@ def test_a_value_at_the_boundary_is_accepted(tmp_path: Path, key: str, value: ob
 def test_a_value_beyond_the_boundary_is_a_start_failure_that_names_the_key(
     tmp_path: Path, key: str, value: object
 ) -> None:
-    """C-01: table and key stand in the message; exit 78. Booleans are no numbers."""
+    """C-01, G-10: table and key stand in the message; exit 78. Booleans are no numbers."""
     overrides = merge(with_key(key, value), {"kv": {"device_bytes": None}} if key == "kv.device_fraction" else {})
 
     with pytest.raises(ConfigError) as caught:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import xgrammar
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.masks import Masker, allowed_ids
@@ -269,3 +271,43 @@ def test_a_mask_that_is_named_must_be_there() -> None:
 def test_the_stock_traversal_is_one_of_the_two(info: xgrammar.TokenizerInfo) -> None:
     """`grammar.traversal` chooses; both were walked above."""
     assert isinstance(open_traversal("per_matcher", 1, info), StockTraversal)
+
+
+GRAMMARS = (
+    r'root ::= "{\"n\": " [0-9]{1,4} ", \"s\": \"" [^"\\\x00-\x1f]{0,5} "\"}"',
+    'root ::= ("the " | "a ")* [a-z]+ ("ing" | "ed") [.!?]',
+    'root ::= "(" root ")" root | ""',
+    'root ::= [éß漢]{1,3} | "x"*',
+    'root ::= "yes" | "no" | "yesterday"',
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**31), temperature=st.sampled_from([0.0, 0.7, 2.0]))
+def test_d24_every_answer_is_a_prefix_of_a_sentence_and_a_finished_one_is_a_sentence(
+    info: xgrammar.TokenizerInfo, traversal: Traversal, seed: int, temperature: float
+) -> None:
+    """D-24 without drafts: any logits, any grammars together in a step; a fresh matcher is the oracle."""
+    generator = torch.Generator().manual_seed(seed)
+    masker, own = masker_of(traversal), sampler()
+    params = SamplingParams(max_tokens=30, seed=seed, temperature=temperature)
+    matchers = [matcher_of(info, text) for text in GRAMMARS]
+    outputs: list[list[int]] = [[] for _ in matchers]
+    live = list(range(len(matchers)))
+    for position in range(24):
+        rows = [row(str(place), matchers[place]) for place in live]
+        masks = masker.fill(rows)
+        if masks is None:
+            break
+        assert masks.failures == {}
+        logits = torch.randn(len(live), VOCAB, generator=generator) * 4
+        samples = [SampleRow(i, params, (5,), tuple(outputs[place]), position, i) for i, place in enumerate(live)]
+        for place, token in zip(live, own.choose(logits, samples, words=masks.words).token_ids, strict=True):
+            outputs[place].append(token)
+            matchers[place].queue((token,))
+        live = [place for place in live if outputs[place][-1] != STOP]
+    for text, ids in zip(GRAMMARS, outputs, strict=True):
+        oracle = matcher_of(info, text)
+        oracle.queue(ids)
+        assert oracle.commit(), (text, bytes(ids[:-1]))
+        assert oracle.is_terminated == (STOP in ids)
