@@ -121,7 +121,7 @@ def test_xgrammar_keeps_nothing_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_grammars_leave_no_memory_behind(compiler: Compiler) -> None:
-    """G-24: 600 different schemas that nobody holds; XGrammar's own cache would hold some 25 MB of them."""
+    """G-24: 600 different schemas that nobody holds; XGrammar's own cache would hold 50 MB of them."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
