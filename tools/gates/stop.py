@@ -25,7 +25,7 @@ from tools.streams import Outcome, Streams
 from tools.traces import CHECKED, Traces
 
 ENDLESS_TOKENS = 16_000
-CHILDREN = ("rank 0", "rank 1", "detokenizer")
+CHILDREN = ("rank 0", "rank 1", "detokenizer", "probe")
 STUCK: Tables = {"shutdown": {"drain_timeout_s": 0.5, "barrier_timeout_s": 0.5, "exit_timeout_s": 3.0}}
 
 
