@@ -1,0 +1,433 @@
+"""Gate `grammar_fuzz`: random and hostile grammars against a live server that serves plain traffic all the while.
+
+    python -m tools.gates grammar_fuzz [--cases N] [--checkpoint DIR] [--json]
+
+No answer is a 5xx other than the documented 503 and 504, every refusal is one error object, no process ends, the ranks'
+resident memory stays within the cache's bound and SPARE_BYTES, and the 99th percentile of the plain requests is within
+25% of what it was before: compiles and probes run only when nobody else wants the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.harness import Server, Tables, alive, ensure_checkpoint
+
+Json = dict[str, object]
+
+CALM_S = 30.0
+PLAIN_INTERVAL_S = 0.25
+CONCURRENCY = 4
+CACHE_BYTES = 64 << 20
+SPARE_BYTES = 256 << 20  # heaps keep holes; a rank that forgets nothing gains gigabytes
+TIMEOUT_S = 120.0
+SLOWER = 1.25
+OVERRIDES: Tables = {"grammar.cache": {"bytes": CACHE_BYTES}}
+
+
+# --- hostile texts: what broke the library, or kept it busy without end, when it was tried alone
+
+
+def _nested(levels: int, keyword: str) -> object:
+    schema: object = {"type": "string"}
+    for _ in range(levels):
+        schema = {keyword: {"a": schema}} if keyword == "properties" else {keyword: schema}
+    return schema
+
+
+def hostile() -> list[Json]:
+    """The known ones, each as fields of a request."""
+    optional = {f"p{number}": {"type": "integer"} for number in range(300)}
+    chain = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(2000)}
+    schemas: list[object] = [
+        _nested(50, "items"),
+        _nested(55, "properties"),
+        _nested(55, "not"),
+        {"pattern": "(" * 40 + "a" + ")" * 40},
+        {"pattern": "^((a{0,30}){0,30}){0,30}$"},
+        {"pattern": "^[a-z]{0,10000}[0-9a-z]{0,10000}$"},
+        {"pattern": "^(ab|cd|ef){1,5000}$"},
+        {"pattern": "^.{0,10000}$"},
+        {"pattern": "(?=a)b"},
+        {"properties": optional, "minProperties": 100, "maxProperties": 200},
+        {"enum": [f"value {number}" for number in range(4999)]},
+        {"enum": [f"value {number}" for number in range(20_000)]},
+        {"const": "x" * 200_000},
+        {"$ref": "#/$defs/d0", "$defs": chain | {"d2000": {"type": "null"}}},
+        {"$ref": "#"},
+        {"$ref": "http://example.com/schema.json"},
+        {"anyOf": [{"$ref": "#"}]},
+        {"anyOf": [{"pattern": f"^[a-z]{{0,20}}{number}"} for number in range(200)]},
+        {"type": "string", "format": "email", "pattern": "^[a-z]+$"},
+        {"items": {"anyOf": [{"properties": {f"k{number}": {"const": number}}} for number in range(300)]}},
+        {"minimum": 1e308, "maximum": -1e308},
+        {"type": "integer", "minimum": 2**63},
+        {"minItems": 10**9, "items": {"type": "null"}},
+        {"minLength": 10**6},
+        *({keyword: wrong} for keyword in _KEYWORDS for wrong in _WRONG),
+    ]
+    ebnfs: list[object] = [
+        "start ::= [a]",
+        "root ::= root",
+        'root ::= root root | "a"',
+        "root ::= " + "(" * 33 + '"a"' + ")" * 33,
+        'root ::= "' + "x" * 20_000 + '"',
+        "\n".join(["root ::= r0", *(f"r{number} ::= r{number + 1}" for number in range(5000)), 'r5000 ::= "a"']),
+        "root ::= [^\\x00-\\U0010ffff]",
+        'root ::= "a" nobody',
+        'root ::= "a"{1000000}',
+        'root ::= (("a"*)*)* "b"',
+        'root ::= "' + "\\",
+        "root ::= \U0001f4a9",
+    ]
+    regexes: list[object] = [
+        "(a*)*b",
+        "(a|b)*a(a|b){200}",
+        "((a{0,30}){0,30}){0,30}",
+        "a{1000000000}",
+        "(?<=a)b",
+        "(a)\\1",
+        "\\p{L}+",
+        "[z-a]",
+        "(",
+        "a" * 5000,
+        "(" * 40 + ")" * 40,
+        "(([a-z]+) ?)+",
+    ]
+    tags: list[object] = [
+        {"format": {"type": "token", "token": 1}},
+        {"format": 5},
+        {},
+        {"format": {"type": "or", "elements": []}},
+    ]
+    texts = (("json_schema", schemas), ("ebnf", ebnfs), ("regex", regexes), ("structural_tag", tags))
+    return [
+        *({field: text} for field, known in texts for text in known),
+        {"choice": []},
+        {"choice": ["a"] * 6000},
+        {"choice": ["x" * 20_000]},
+        {"json_schema": '{"a": 1, "a": 2}'},
+        {"json_schema": "[" * 400 + "]" * 400},
+    ]
+
+
+# --- random texts
+
+_KEYWORDS = (
+    *("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength"),
+    *("maxLength", "pattern", "format", "prefixItems", "items", "minItems", "maxItems", "properties", "required"),
+    *("additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties", "anyOf", "oneOf"),
+    *("allOf", "$ref", "$defs", "not", "if", "uniqueItems", "contains", "dependentRequired", "x-other"),
+)
+_WRONG: tuple[object, ...] = (5, "x", [], {}, None, True)
+_TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
+_PIECES = (
+    "a",
+    "b",
+    ".",
+    "[a-z]",
+    "[^x]",
+    "\\d",
+    "\\w",
+    "\\s",
+    "é",
+    "🔵",
+    "(a|b)",
+    "(?:ab)",
+    "^",
+    "$",
+    "|",
+    "\\",
+    "-",
+    '"',
+)
+_SUFFIXES = ("", "", "", "*", "+", "?", "{2}", "{0,9}", "{3,}", "{9,3}")
+_FORMATS = ("date", "time", "date-time", "email", "uuid", "ipv4", "uri", "nonsense")
+
+
+def random_schema(draw: random.Random, depth: int = 0) -> object:
+    """A schema of plausible keywords, now and then with a value of a wrong kind."""
+    if depth > 3 or draw.random() < 0.05:
+        return draw.choice([True, False, {}, {"type": draw.choice(_TYPES)}])
+    schema: Json = {}
+    for keyword in draw.sample(_KEYWORDS, draw.randrange(1, 5)):
+        schema[keyword] = random_value(draw) if draw.random() < 0.04 else _keyword_value(draw, keyword, depth)
+    return schema
+
+
+def _keyword_value(draw: random.Random, keyword: str, depth: int) -> object:
+    match keyword:
+        case "type":
+            return draw.choice([draw.choice(_TYPES), draw.sample(_TYPES, 2)])
+        case "enum":
+            return [random_value(draw) for _ in range(draw.randrange(1, 6))]
+        case "const":
+            return random_value(draw)
+        case "pattern":
+            return random_regex(draw)
+        case "format":
+            return draw.choice(_FORMATS)
+        case "required":
+            return draw.sample("abcdef", draw.randrange(4))
+        case "$ref":
+            return draw.choice(["#", "#/$defs/a", "#/properties/a", "#/nothing", "other.json"])
+        case "prefixItems" | "anyOf" | "oneOf" | "allOf":
+            return [random_schema(draw, depth + 1) for _ in range(draw.randrange(1, 4))]
+        case "properties" | "$defs":
+            return {name: random_schema(draw, depth + 1) for name in draw.sample("abcdef", draw.randrange(4))}
+        case "patternProperties":
+            return {random_regex(draw): random_schema(draw, depth + 1)}
+        case "dependentRequired":
+            return {"a": ["b"]}
+        case "uniqueItems":
+            return draw.random() < 0.5
+    if keyword in ("items", "additionalProperties", "propertyNames", "not", "if", "contains"):
+        return random_schema(draw, depth + 1)
+    return draw.choice([0, 1, 2, 5, 20, -3, 1.5, 1000])
+
+
+def random_value(draw: random.Random) -> object:
+    """A JSON value."""
+    kinds: tuple[Callable[[], object], ...] = (
+        lambda: draw.randrange(-99, 99),
+        lambda: draw.random() * 100,
+        lambda: "".join(draw.choices(string.printable + "éß漢🔵", k=draw.randrange(9))),
+        lambda: draw.choice([True, False, None]),
+        lambda: [draw.randrange(9)],
+        lambda: {"a": draw.randrange(9), "b": None},
+    )
+    return draw.choice(kinds)()
+
+
+def random_regex(draw: random.Random) -> str:
+    """A regular expression, mostly a sound one."""
+    return "".join(draw.choice(_PIECES) + draw.choice(_SUFFIXES) for _ in range(draw.randrange(1, 9)))
+
+
+def random_ebnf(draw: random.Random) -> str:
+    """A few rules that name each other."""
+    names = ["root", "one", "two", "three"][: draw.randrange(1, 5)]
+    atoms = ['"a"', '"é"', "[a-z]", "[^b]", '("x" | "y")', *names, "nobody"]
+    lines = []
+    for name in names:
+        branches = []
+        for _ in range(draw.randrange(1, 4)):
+            branches.append(
+                " ".join(
+                    draw.choice(atoms[:-1] if draw.random() < 0.97 else atoms) + draw.choice(_SUFFIXES[:8])
+                    for _ in range(draw.randrange(1, 4))
+                )
+            )
+        lines.append(f"{name} ::= {' | '.join(branches)}")
+    return "\n".join(lines) + "\n"
+
+
+def random_text(draw: random.Random) -> str:
+    """No grammar at all, as a rule."""
+    return "".join(draw.choices(string.printable + "éß漢🔵\\[](){}|*+?", k=draw.randrange(1, 60)))
+
+
+def make_case(number: int, known: list[Json]) -> Json:
+    """The case of a number: the hostile ones first, then by chance, each from its own seed."""
+    if number < len(known):
+        return known[number]
+    draw = random.Random(number)
+    kind = draw.choice(["json_schema"] * 5 + ["response_format", "regex", "regex", "ebnf", "ebnf", "text", "tag"])
+    match kind:
+        case "json_schema":
+            return {"json_schema": random_schema(draw)}
+        case "response_format":
+            inner = {"name": "x", "schema": random_schema(draw), "strict": draw.random() < 0.5}
+            return {"response_format": {"type": "json_schema", "json_schema": inner}}
+        case "regex":
+            return {"regex": random_regex(draw)}
+        case "ebnf":
+            return {"ebnf": random_ebnf(draw)}
+        case "text":
+            return {draw.choice(["regex", "ebnf", "json_schema", "structural_tag"]): random_text(draw)}
+        case _:
+            content = {"type": "json_schema", "json_schema": random_schema(draw)}
+            return {"structural_tag": {"format": {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}}}
+
+
+# --- the run
+
+
+@dataclass
+class Outcome:
+    """What came of the whole."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    calm_ms: list[float] = field(default_factory=list)
+    storm_ms: list[float] = field(default_factory=list)
+    grown_bytes: int = 0
+
+
+class Traffic:
+    """Sends a plain request every PLAIN_INTERVAL_S, each on a thread of its own, and times all of them."""
+
+    def __init__(self, base_url: str, model: str, outcome: Outcome) -> None:
+        self._base_url = base_url
+        self._model = model
+        self._outcome = outcome
+        self._times = outcome.calm_ms
+        self._stop = threading.Event()
+        self._threads = ThreadPoolExecutor(16)
+        self._clock = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Traffic:
+        self._clock.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._clock.join()
+        self._threads.shutdown(wait=True)
+
+    def storm(self) -> None:
+        """From here on the times count as those of the storm."""
+        self._times = self._outcome.storm_ms
+
+    def _run(self) -> None:
+        number = 0
+        while not self._stop.wait(PLAIN_INTERVAL_S):
+            number += 1
+            self._threads.submit(self._one, number, self._times)
+
+    def _one(self, number: int, times: list[float]) -> None:
+        body = {"prompt": f"Request {number}", "max_tokens": 8, "ignore_eos": True, "routed_dp_rank": number % 2}
+        begun = time.monotonic()
+        status, text = post(self._base_url, self._model, body)
+        times.append((time.monotonic() - begun) * 1e3)
+        if status != 200:
+            self._outcome.faults.append(f"plain request: {status} {text[:200]}")
+
+
+def post(base_url: str, model: str, fields: Json) -> tuple[int, str]:
+    """Send a completion; 0 for an answer that did not come."""
+    request = urllib.request.Request(
+        base_url + "/v1/completions",
+        json.dumps({"model": model, **fields}).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return int(answer.status), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")
+    except OSError as error:
+        return 0, repr(error)
+
+
+def judge(case: Json, status: int, text: str, outcome: Outcome) -> None:
+    """Count an answer; what must not come is a fault, with the case."""
+    outcome.statuses[str(status)] += 1
+    if status == 200:
+        return
+    try:
+        error = json.loads(text)["error"]
+        outcome.codes[f"{status} {error['code']}"] += 1
+        is_sound = bool(error["message"]) and status in (400, 503, 504)
+    except (ValueError, KeyError, TypeError):
+        is_sound = False
+    if not is_sound:
+        outcome.faults.append(f"{status} {text[:200]} for {json.dumps(case)[:300]}")
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def p99(times: list[float]) -> float:
+    """The 99th percentile, 0 of none."""
+    return sorted(times)[min(len(times) - 1, int(len(times) * 0.99))] if times else 0.0
+
+
+def run(checkpoint: Path, num_cases: int) -> Outcome:
+    """Serve, listen to the calm, then let the grammars come."""
+    outcome = Outcome()
+    known = hostile()
+    with Server({**OVERRIDES, "engine": {"checkpoint": str(checkpoint)}}) as server:
+        server.wait_ready()
+        pids = server.pids()
+        ranks = [pid for name, pid in server.children().items() if name.startswith("rank")]
+        post(server.base_url, checkpoint.name, {"prompt": "x", "regex": "warm [0-9]", "max_tokens": 8})
+        with Traffic(server.base_url, checkpoint.name, outcome) as traffic:
+            time.sleep(CALM_S)
+            before = [resident_bytes(pid) for pid in ranks]
+            traffic.storm()
+
+            def one(number: int) -> None:
+                case = make_case(number, known)
+                fields = {"prompt": "x", "max_tokens": 8, "routed_dp_rank": number % 2, **case}
+                judge(case, *post(server.base_url, checkpoint.name, fields), outcome)
+
+            with ThreadPoolExecutor(CONCURRENCY) as threads:
+                list(threads.map(one, range(num_cases)))
+        outcome.grown_bytes = (
+            max(resident_bytes(pid) - then for pid, then in zip(ranks, before, strict=True) if alive(pid))
+            if all(map(alive, ranks))
+            else -1
+        )
+        outcome.faults += [f"process {pid} has ended" for pid in pids if not alive(pid)]
+        if server.status("/ready") != 200 or server.status("/health_scheduler") != 200:
+            outcome.faults.append("the server is not healthy any more")
+        if server.stop() != 0:
+            outcome.faults.append("the server did not stop with 0")
+    return outcome
+
+
+def main(argv: list[str]) -> int:
+    """Run the gate and return its exit code."""
+    parser = argparse.ArgumentParser(prog="tools.gates grammar_fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    begun = time.monotonic()
+    outcome = run((options.checkpoint or ensure_checkpoint()).resolve(), options.cases)
+    calm, storm = p99(outcome.calm_ms), p99(outcome.storm_ms)
+    ok_memory = 0 <= outcome.grown_bytes <= CACHE_BYTES + SPARE_BYTES
+    ok_time = storm <= SLOWER * calm
+    ok = not outcome.faults and ok_memory and ok_time
+    facts: Json = {
+        "ok": ok,
+        "cases": options.cases,
+        "statuses": dict(outcome.statuses),
+        "codes": dict(outcome.codes),
+        "faults": outcome.faults,
+        "plain_calm_p99_ms": round(calm, 1),
+        "plain_storm_p99_ms": round(storm, 1),
+        "plain_requests": [len(outcome.calm_ms), len(outcome.storm_ms)],
+        "grown_bytes": outcome.grown_bytes,
+        "elapsed_s": round(time.monotonic() - begun, 1),
+    }
+    if options.json:
+        print(json.dumps(facts))
+        return 0 if ok else 1
+    for fault in outcome.faults:
+        print(f"FAIL {fault}")
+    print(f"{options.cases} cases: {', '.join(f'{key} x {count}' for key, count in outcome.statuses.most_common())}")
+    print(f"  {', '.join(f'{key} x {count}' for key, count in outcome.codes.most_common())}")
+    print(f"plain requests, p99: {calm:.0f} ms calm, {storm:.0f} ms under grammars {'ok' if ok_time else 'FAIL'}")
+    print(f"memory of a rank: {outcome.grown_bytes / 2**20:+.0f} MiB {'ok' if ok_memory else 'FAIL'}")
+    print(f"{'ok' if ok else 'FAIL'} in {facts['elapsed_s']} s")
+    return 0 if ok else 1
