@@ -16,6 +16,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from dsparkd.kv.geometry import PoolSizes
+from dsparkd.model.config import load_model_config
 from dsparkd.text.tokenizer import Tokenizer
 from tools.harness import Server
 from tools.keyword_table import DOCUMENT
@@ -327,3 +329,38 @@ def test_the_stock_traversal_gives_the_same_answers(server: Server, checkpoint: 
             time.sleep(0.1)
         assert found == 1
         assert control.stop() == 0
+
+
+def test_a_retracted_answer_goes_on_where_its_grammar_was(server: Server, checkpoint: Path) -> None:
+    """D-12, path invariance: rows are put back for want of pages inside their answers; the texts are equal."""
+    geometry = load_model_config(checkpoint).kv_geometry(256, "float32")
+    sizes = PoolSizes(num_pages=8, num_slots=9, num_snapshots=2)
+    rest = 8 * geometry.page_bytes + 2 * geometry.snapshot_bytes
+    overrides: dict[str, dict[str, object]] = {
+        "grammar": OVERRIDES["grammar"],
+        "engine": {"checkpoint": str(checkpoint), "max_context_tokens": 1024},
+        "kv": {
+            "device_bytes": sizes.device_bytes(geometry),
+            "snapshot_share": (2 * geometry.snapshot_bytes + 1) / rest,
+        },
+        "scheduler": {"max_rows": 8},
+    }
+    # Each prompt ends so close to a page's end that its answer needs one more page than the pool has for all.
+    bodies = [
+        {
+            "prompt": [3 + (number * 7 + place) % 200 for place in range(250 + number % 4)],
+            "regex": "([a-z]{3}[0-9]{3}-){3}",
+            "seed": number,
+            "routed_dp_rank": 0,
+        }
+        for number in range(12)
+    ]
+    expected = [complete(server, **body) for body in bodies]
+    with Server(overrides) as tight:
+        tight.wait_ready()
+        with ThreadPoolExecutor(12) as threads:
+            answers = list(threads.map(lambda body: complete(tight, **body), bodies))
+        time.sleep(1.5)  # counters come once a second
+        assert value(tight, "dsparkd_retractions_total") > 0
+    assert answers == expected
+    assert all(re.fullmatch("([a-z]{3}[0-9]{3}-){3}", text) for (text,) in expected)
