@@ -153,7 +153,7 @@ class ChatAnswers:
         self._head = _head(f"chatcmpl-{chat.work.request_id}", model)
         self._choices = [
             _ChatChoice(
-                encoding.parser(chat.prompt, parse_calls=chat.parse_calls),
+                encoding.parser(chat.prompt, parse_calls=chat.parse_calls, ends_by_id=chat.work.constraint is not None),
                 item.request.sampling.seed,
             )
             for item in chat.work.items

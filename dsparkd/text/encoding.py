@@ -137,10 +137,13 @@ class ChatEncoding:
         ids = self._tokenizer.encode(text)
         return [self.bos_id, *ids] if add_bos else ids
 
-    def parser(self, prompt: Prompt, *, parse_calls: bool) -> OutputParser:
-        """Make the parser for one answer to the prompt."""
+    def parser(self, prompt: Prompt, *, parse_calls: bool, ends_by_id: bool = False) -> OutputParser:
+        """Make the parser for one answer to the prompt; see OutputParser."""
         return OutputParser(
-            starts_in_reasoning=prompt.starts_in_reasoning, parse_calls=parse_calls, think_end_id=self.think_end_id
+            starts_in_reasoning=prompt.starts_in_reasoning,
+            parse_calls=parse_calls,
+            think_end_id=self.think_end_id,
+            ends_by_id=ends_by_id,
         )
 
 

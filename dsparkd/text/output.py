@@ -83,7 +83,8 @@ class OutputParser:
     """State machine over one choice's text.
 
     starts_in_reasoning: the prompt ended with `<think>`. parse_calls: tools were declared and may be called; without
-    it, markup is text. think_end_id: id of `</think>`, by which reasoning tokens are counted exactly.
+    it, markup is text. think_end_id: id of `</think>`, by which reasoning tokens are counted exactly. ends_by_id: it
+    goes on until that id has come, whatever ordinary tokens spell: a grammar begins behind the id alone.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class OutputParser:
         starts_in_reasoning: bool,
         parse_calls: bool,
         think_end_id: int,
+        ends_by_id: bool = False,
         new_call_id: Callable[[], str] = _new_call_id,
     ) -> None:
         self.calls: list[ToolCall] = []
@@ -100,6 +102,7 @@ class OutputParser:
         self._parse_calls = parse_calls
         self._think_end_id = think_end_id
         self._counting = starts_in_reasoning
+        self._may_end = not ends_by_id
         self._new_call_id = new_call_id
         self._buffer = ""  # read but not yet given out
         self._opening = ""  # the block's opening, until a call shows that it was one
@@ -112,6 +115,7 @@ class OutputParser:
         """Take more text and the ids that came with it; return what is certain now."""
         self._out = OutputDelta()
         self._buffer += text
+        self._may_end = self._may_end or self._think_end_id in token_ids
         while self._advance():
             pass
         self._count(token_ids)
@@ -173,6 +177,10 @@ class OutputParser:
 
     def _read_reasoning(self) -> bool:
         before, found, rest = self._buffer.partition(THINK_END)
+        if found and not self._may_end:
+            self._out.reasoning += before + found
+            self._buffer = rest
+            return True
         if found:
             self._out.reasoning += before
             self._buffer = rest

@@ -167,6 +167,22 @@ def test_literal_think_tags_in_the_answer_are_text() -> None:
     assert (got.reasoning, got.content) == ("a<think>b", "c<think>d</think>e")
 
 
+def test_d16_before_a_grammar_only_the_marker_itself_ends_the_reasoning() -> None:
+    """D-16: spelled with ordinary tokens it is a thought, or text that no grammar holds would be the answer."""
+    end = 99
+    parser = OutputParser(starts_in_reasoning=True, parse_calls=False, think_end_id=end, ends_by_id=True)
+    deltas = [
+        parser.feed("I write </think>", (1, 2)),
+        parser.feed(" and go on", (3,)),
+        parser.feed("</think>", (end,)),
+        parser.feed('{"a": "</think>"}', (4,)),
+        parser.finish(cut=False),
+    ]
+    assert "".join(delta.reasoning for delta in deltas) == "I write </think> and go on"
+    assert "".join(delta.content for delta in deltas) == '{"a": "</think>"}'
+    assert parser.reasoning_tokens == 3
+
+
 def test_no_newline_is_lost_around_the_answer() -> None:
     """The library strips newlines at the start; a client that joins deltas would miss them."""
     got = parse("\n\nr\n</think>\n\na\n\n")
