@@ -83,8 +83,8 @@ class OutputParser:
     """State machine over one choice's text.
 
     starts_in_reasoning: the prompt ended with `<think>`. parse_calls: tools were declared and may be called; without
-    it, markup is text. think_end_id: id of `</think>`, by which reasoning tokens are counted exactly. ends_by_id: it
-    goes on until that id has come, whatever ordinary tokens spell: a grammar begins behind the id alone.
+    it, markup is text. think_end_id: id of `</think>`, by which reasoning tokens are counted exactly. ends_by_id: they
+    go on until that id has come, whatever ordinary tokens spell: a grammar begins behind the id alone.
     """
 
     def __init__(

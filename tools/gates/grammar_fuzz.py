@@ -398,7 +398,7 @@ def run(checkpoint: Path, num_cases: int) -> Outcome:
 def main(argv: list[str]) -> int:
     """Run the gate and return its exit code."""
     parser = argparse.ArgumentParser(prog="tools.gates grammar_fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
