@@ -18,8 +18,8 @@ import msgspec
 
 import dsparkd
 from dsparkd import config as config_module
+from dsparkd import crash, store_cli, supervisor, system
 from dsparkd import log as log_module
-from dsparkd import store_cli, supervisor, system
 from dsparkd.config import Config, Hardware, Section
 from dsparkd.errors import EXIT_OK, ConfigError, StartError
 from dsparkd.grammar import store
@@ -85,6 +85,7 @@ def serve(config: Config) -> int:
     # A stop signal that comes before the loop can handle it waits; the children get their own handling in the fork.
     signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
     log_module.configure("parent", None, config.log.format, config.log.level)
+    crash.prepare_directory(config.engine.crash_dir)
     listener = supervisor.bind_listener(config.server)
     prepare_grammars(config)
     shared, board = supervisor.open_exchange(config), supervisor.create_board()

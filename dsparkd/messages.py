@@ -2,7 +2,7 @@
 
     parent  -> rank          ToRank          RoutedBatch, Abort, Shutdown
     rank    -> parent        FromRank        Progress, RankReady, StartFailed, Admitted, Refused, MetricsFrame,
-                                             Farewell
+                                             CrashReport, Farewell
     rank    -> detokenizer   ToDetokenizer   TokenDeltas, Farewell
     detok.  -> parent        FromDetokenizer TextDeltas, MetricsFrame, Farewell
     rank    -> probe         ToProbe         ProbeRequest
@@ -199,6 +199,13 @@ class MetricsFrame(Message, frozen=True, tag=True):
     histograms: dict[str, tuple[float, ...]]
 
 
+class CrashReport(Message, frozen=True, tag=True):
+    """What a failing rank knows of its end; the last thing that it sends. report: a JSON object."""
+
+    dp_rank: int
+    report: bytes
+
+
 class Farewell(Message, frozen=True, tag=True):
     """The sender has sent everything that it will ever send."""
 
@@ -328,7 +335,7 @@ class ProbeBody(Message, frozen=True, tag=True):
 ToProbe = ProbeRequest
 FromProbe = ProbeReady | ProbeVerdict | ProbeBody
 ToRank = RoutedBatch | Abort | Shutdown
-FromRank = Progress | RankReady | StartFailed | Admitted | Refused | MetricsFrame | Farewell
+FromRank = Progress | RankReady | StartFailed | Admitted | Refused | MetricsFrame | CrashReport | Farewell
 ToDetokenizer = TokenDeltas | Farewell
 FromDetokenizer = StartFailed | Progress | TextDeltas | MetricsFrame | Farewell
 

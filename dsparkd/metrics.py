@@ -180,6 +180,12 @@ SCHEDULER_PHASE_SECONDS = _family(
 SCHEDULER_PHASE_CALLS = _family(
     "scheduler_phase_calls_total", "counter", "Times that each phase of the loop ran.", phase=_PHASES
 )
+SCHEDULER_PHASE_MAX = _family(
+    "scheduler_phase_max_seconds",
+    "gauge",
+    "Longest time in each phase of the loop in the latest finished second, 0 for a second without one.",
+    phase=_PHASES,
+)
 TICKS = _family(
     "ticks_total",
     "counter",
@@ -203,6 +209,27 @@ KV_PAGES = _family(
     state=("free", "used", "cached"),
 )
 
+# Of native/exchange.h, without success and without the parent's stop, which is no error.
+EXCHANGE_CODES = (
+    "ARG",
+    "ABI",
+    "DIGEST",
+    "OWNED",
+    "FORKED",
+    "BUSY",
+    "SEQ_LOCAL",
+    "SEQ_PEER",
+    "TIMEOUT",
+    "PEER_DEAD",
+    "PEER_REPLACED",
+    "PEER_LEFT",
+    "PEER_ERROR",
+    "CHANNEL",
+    "TICK",
+    "FUTEX",
+    "CLOCK",
+    "LIVENESS",
+)
 EXCHANGE_SECONDS = _family(
     "exchange_seconds_total",
     "counter",
@@ -216,6 +243,19 @@ EXCHANGE_SLEEPS = _family(
 )
 EXCHANGE_WAKES = _family(
     "exchange_wakes_total", "counter", "Times that a rank woke the other one in an agreement.", channel=("plan",)
+)
+EXCHANGE_MAX_SECONDS = _family(
+    "exchange_max_seconds",
+    "gauge",
+    "Longest agreement of the latest finished second, 0 for a second without one.",
+    channel=("plan",),
+    phase=("total", "peer_wait", "arrival_skew", "after_last"),
+)
+EXCHANGE_ERRORS = _family(
+    "exchange_errors_total",
+    "counter",
+    "Agreements that failed; the first one ends the server, and its code is also in the crash report.",
+    code=EXCHANGE_CODES,
 )
 EXCHANGE_SEQUENCE = _family("exchange_sequence", "gauge", "Number of the last agreement.", channel=("plan",))
 
@@ -327,6 +367,7 @@ FAMILIES: tuple[Family, ...] = (
     SNAPSHOT_AGE,
     SCHEDULER_PHASE_SECONDS,
     SCHEDULER_PHASE_CALLS,
+    SCHEDULER_PHASE_MAX,
     TICKS,
     SCHEDULER_REQUESTS,
     RETRACTIONS,
@@ -335,9 +376,11 @@ FAMILIES: tuple[Family, ...] = (
     GC_FROZEN_OBJECTS,
     KV_PAGES,
     EXCHANGE_SECONDS,
+    EXCHANGE_MAX_SECONDS,
     EXCHANGE_CALLS,
     EXCHANGE_SLEEPS,
     EXCHANGE_WAKES,
+    EXCHANGE_ERRORS,
     EXCHANGE_SEQUENCE,
     GRAMMAR_RESOLUTIONS,
     GRAMMAR_RESOLUTION_SECONDS,

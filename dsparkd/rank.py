@@ -1,14 +1,13 @@
 """Process main of one rank: builds everything that a rank is, runs its loop, and takes it down in order.
 
 Start: groups, weights and pools, warm-up with the peer, garbage frozen, ready. Stop: the loop's farewell, pools and
-weights, a barrier with a deadline, groups. A failure leaves a crash report in engine.crash_dir.
+weights, a barrier with a deadline, groups. A failure ends with a crash report to the parent.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
-import hashlib
 import os
 import signal
 import sys
@@ -21,11 +20,19 @@ from typing import NoReturn
 
 import msgspec
 
-import dsparkd
 from dsparkd import log as log_module
 from dsparkd import metrics, system
-from dsparkd.config import Config, ExchangeConfig, GrammarConfig, HealthConfig
-from dsparkd.errors import EXIT_FATAL, EXIT_OK, ConfigError, FatalError, InvariantError, PeerError, StartError
+from dsparkd.config import Config, ExchangeConfig, GrammarConfig, HealthConfig, RoutingConfig
+from dsparkd.errors import (
+    EXIT_FATAL,
+    EXIT_OK,
+    ConfigError,
+    ExchangeError,
+    FatalError,
+    InvariantError,
+    PeerError,
+    StartError,
+)
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.executor import Executor, rank_device
 from dsparkd.executor.masks import Masker
@@ -40,6 +47,8 @@ from dsparkd.ipc.board import BoardWriter, open_board
 from dsparkd.ipc.channel import Channel
 from dsparkd.ipc.wiring import RankWiring
 from dsparkd.messages import (
+    CrashReport,
+    MetricsFrame,
     PathState,
     Progress,
     RankReady,
@@ -71,7 +80,7 @@ PROMPT_LOGIT_TOKENS = 512
 # The compile of a grammar may keep the grammar thread from reading what the probe process says.
 PROBE_SEND_TIMEOUT_S = 60.0
 CHAIN_NODES = 1  # the anchor alone: nothing is drafted
-NUM_CRASH_REPORTS = 16  # a rank that fails again and again must not fill the disk
+LAST_WORDS_S = 3.0  # for the parent to read a crash report; it ends this process soon after
 # L-15: a single tick may take this much longer than the longest of the warm-up before its rank looks dead.
 TICK_MARGIN = 3
 
@@ -93,10 +102,12 @@ def main(config: Config, wiring: RankWiring) -> int:
         rank.tell_start_failed(error)
         return error.exit_code
     except FatalError as error:
-        log.error("rank_failed", error=str(error), report=rank.write_crash_report(error))
+        log.error("rank_failed", error=str(error))
+        rank.tell_crash(error)
         return EXIT_FATAL
     except Exception as error:  # a process main
-        log.exception("rank_crashed", report=rank.write_crash_report(error))
+        log.exception("rank_crashed")
+        rank.tell_crash(error)
         return EXIT_FATAL
 
 
@@ -156,6 +167,7 @@ class Rank:
         self._progress("warm_up", 0, 1)
         longest_tick_s = warm_up(executor, warm_up_plans(config, executor.sizes.num_pages), time.monotonic_ns)
         require_fresh_snapshots(config.health, longest_tick_s)
+        require_patient_senders(config.routing, longest_tick_s)
         num_frozen = freeze_garbage() if config.gc.freeze else 0
         self._tally.set(metrics.GC_FROZEN_OBJECTS, str(dp_rank), to=num_frozen)
         for path in self._paths:
@@ -304,30 +316,25 @@ class Rank:
         except PeerError:
             log.warning("parent_lost")
 
-    def write_crash_report(self, error: Exception) -> str | None:
-        """Write what is known of the failure to engine.crash_dir; returns the file's path, None if it cannot be."""
-        directory = Path(self._config.engine.crash_dir)
-        name = f"rank{self._wiring.dp_rank}"
+    def tell_crash(self, error: Exception) -> None:
+        """Send the parent everything that is known of the failure, and the last counts; it may have gone itself."""
+        name = str(self._wiring.dp_rank)
+        if isinstance(error, ExchangeError):
+            self._tally.inc(metrics.EXCHANGE_ERRORS, name, error.code)
         report = {
-            "version": dsparkd.__version__,
-            "role": name,
-            "wall_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "config_digest": hashlib.sha256(msgspec.json.encode(self._config)).hexdigest(),
             "error": "".join(traceback.format_exception(error)),
             "stacks": [traceback.format_stack(frame) for frame in _all_frames()],
             "requests": self._queue.counts(),
             "ticks": [describe(record) for record in self._loop.records] if self._loop is not None else [],
         }
-        path = directory / f"{name}-{time.time_ns()}.json"
+        deadline_ns = time.monotonic_ns() + int(LAST_WORDS_S * 1e9)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.encode(report))
-            for old in sorted(directory.glob(f"{name}-*.json"))[:-NUM_CRASH_REPORTS]:
-                old.unlink(missing_ok=True)
-        except OSError as failure:
-            log.warning("crash_report_failed", directory=str(directory), error=str(failure))
-            return None
-        return str(path)
+            self._parent.send_nowait(MetricsFrame(f"rank{name}", *self._tally.frame()))
+            self._parent.send_nowait(CrashReport(self._wiring.dp_rank, msgspec.json.encode(report)))
+            while not self._parent.flush_nowait() and time.monotonic_ns() < deadline_ns:
+                time.sleep(0.001)
+        except PeerError:
+            log.warning("parent_lost")
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._parent.send_nowait(Progress(self._wiring.dp_rank, stage, done, total))
@@ -444,6 +451,16 @@ def require_fresh_snapshots(health: HealthConfig, longest_tick_s: float) -> None
         raise ConfigError(
             "health.max_age_s",
             health.max_age_s,
+            f"the longest warm-up tick took {longest_tick_s:.3f} s; use at least {TICK_MARGIN} times that",
+        )
+
+
+def require_patient_senders(routing: RoutingConfig, longest_tick_s: float) -> None:
+    """Raise ConfigError if a long tick would make a healthy rank look stuck: it reads what it is sent between ticks."""
+    if routing.send_timeout_s < TICK_MARGIN * longest_tick_s:
+        raise ConfigError(
+            "routing.send_timeout_s",
+            routing.send_timeout_s,
             f"the longest warm-up tick took {longest_tick_s:.3f} s; use at least {TICK_MARGIN} times that",
         )
 

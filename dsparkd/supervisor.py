@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
 import importlib
 import importlib.metadata
 import os
@@ -18,11 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+import msgspec
+
 import dsparkd
+from dsparkd import crash, metrics, system
 from dsparkd import log as log_module
-from dsparkd import metrics, system
 from dsparkd.config import Config, ServerConfig
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, CapabilityError, ConfigError, FatalError, PeerError, StartError
 from dsparkd.ipc import board
@@ -52,6 +56,7 @@ log = log_module.get()
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ABORT_TIMEOUT_S = 5.0  # from aborting what is left to the last final event
+LAST_WORDS_TIMEOUT_S = 1.0  # for what ended children left in their sockets
 SURVIVOR_GRACE_S = 5.0  # L-38: how long the others get after an unexpected end
 HTTP_GRACE_S = 2.0  # for the last bytes of responses that have their final event
 BACKLOG = 1024  # connections that wait to be accepted
@@ -323,6 +328,7 @@ class Supervisor:
         self._changed = asyncio.Event()  # set whenever something that `_until` waits for may have changed
         self._failure: StartError | FatalError | None = None
         self._stop_signals = 0
+        self._outstanding = 0  # requests at the moment of a failure
         self._serving = False
         self._progress_told_ns: dict[tuple[int, str], int] = {}  # by rank and stage
         self._channels: tuple[AsyncChannel[FromRank], AsyncChannel[FromRank], AsyncChannel[FromDetokenizer]] | tuple[()]
@@ -350,12 +356,14 @@ class Supervisor:
         router = await self._open_router()
         routing = group.create_task(self._run_router(router))
         http: asyncio.Task[None] | None = None
+        feeding: asyncio.Task[None] | None = None
         try:
             app = await self._start(group, router)
             if self._stop_signals == 0:
                 server = self._listen()
                 http = group.create_task(self._serve_http(app, server))
                 self._announce()
+                feeding = group.create_task(self._feed_watchdog())
                 await self._until(lambda: self._stop_signals > 0, None)
                 await self._stop(group, router)
             code = EXIT_OK
@@ -365,13 +373,17 @@ class Supervisor:
                 log.error("server_failed", error=str(error), exit_code=code)
             else:
                 log.error("start_failed", error=str(error), exit_code=code)
-            await self._abandon(router, str(error))
+            await self._abandon(router, routing, str(error))
+            if code == EXIT_FATAL:
+                await self._report(router, str(error))
         await self._watch.end_all(0)
         self._http_stop.set()
         if http is not None:
             await asyncio.wait([http], timeout=2 * HTTP_GRACE_S)
             http.cancel()
         routing.cancel()
+        if feeding is not None:
+            feeding.cancel()
         log.info("stopped", exit_code=code)
         return code
 
@@ -458,6 +470,13 @@ class Supervisor:
                 sys.stdout.flush()
         system.notify(f"READY=1\nSTATUS=listening on {url}")
 
+    async def _feed_watchdog(self) -> None:
+        """Tell the service manager that this loop still turns; the ranks have a watchdog each of their own."""
+        interval_s = system.watchdog_interval_s()
+        while interval_s is not None:
+            system.notify("WATCHDOG=1")
+            await asyncio.sleep(interval_s / 2)
+
     def _listen(self) -> hypercorn.Config:
         """Open the reserved address: connections wait from here on. Raises ConfigError."""
         import hypercorn
@@ -522,7 +541,8 @@ class Supervisor:
         begun_ns = time.monotonic_ns()
         timeout_s = self._config.shutdown.drain_timeout_s
         log.info("drain_begun", outstanding=router.outstanding(), timeout_s=timeout_s)
-        system.notify("STOPPING=1\nSTATUS=draining")
+        stop_s = timeout_s + ABORT_TIMEOUT_S + self._config.shutdown.exit_timeout_s + SURVIVOR_GRACE_S
+        system.notify(f"STOPPING=1\nSTATUS=draining\nEXTEND_TIMEOUT_USEC={int(stop_s * 1e6)}")
         router.begin_drain()
         drained = group.create_task(router.drained(timeout_s))
         drained.add_done_callback(lambda _: self._changed.set())
@@ -550,20 +570,42 @@ class Supervisor:
         if self._wiring.shared is not None:
             exchange.stop_region(self._wiring.shared.memory)
 
-    async def _abandon(self, router: Router, reason: str) -> None:
+    async def _abandon(self, router: Router, routing: asyncio.Task[None], reason: str) -> None:
         """After a failure: a readable error to each client, a short grace for the other children, then SIGKILL."""
         system.notify(f"STOPPING=1\nSTATUS=failed: {reason[:200]}")
+        self._outstanding = router.outstanding()
         router.fail_all(reason)
         self._watch.disarm()
+        routing.cancel()
+        await asyncio.wait([routing])
+        # An end-of-file tells the others to leave, whatever they wait for; orders may no longer reach them. It comes
+        # before the end of their waits, or they would take that for an orderly stop.
+        for channel in self._channels:
+            channel.end_sending()
         self._end_waits()
-        if not self._serving:
-            await self._watch.end_all(0)
-            return
-        self._http_stop.set()
-        # An end-of-file tells the others to leave, whatever they wait for; orders may no longer reach them.
+        if self._serving:
+            self._http_stop.set()
+        last_words = asyncio.ensure_future(router.receive_last_words())
+        await self._watch.end_all(SURVIVOR_GRACE_S if self._serving else 0)
+        await asyncio.wait([last_words], timeout=LAST_WORDS_TIMEOUT_S)
+        last_words.cancel()
         for channel in self._channels:
             channel.close()
-        await self._watch.end_all(SURVIVOR_GRACE_S)
+
+    async def _report(self, router: Router, reason: str) -> None:
+        """Write the crash report."""
+        report: dict[str, object] = {
+            "version": dsparkd.__version__,
+            "wall_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "config_digest": hashlib.sha256(msgspec.json.encode(self._config)).hexdigest(),
+            "error": reason,
+            "outstanding_requests": self._outstanding,
+            "children": [
+                {"name": child.name, "pid": child.pid, "exit_code": child.exit_code} for child in self._children
+            ],
+            **router.describe_crash(),
+        }
+        await crash.write(Path(self._config.engine.crash_dir), report)
 
 
 def serve(

@@ -98,6 +98,16 @@ def notify(state: str) -> bool:
     return True
 
 
+def watchdog_interval_s() -> float | None:
+    """How often the service manager must hear of this process at the latest; None when it does not watch it."""
+    try:
+        microseconds = int(os.environ.get("WATCHDOG_USEC", "0"))
+        watched_pid = int(os.environ.get("WATCHDOG_PID", str(os.getpid())))
+    except ValueError:
+        return None
+    return microseconds / 1e6 if microseconds > 0 and watched_pid == os.getpid() else None
+
+
 def schedule_as_batch() -> None:
     """Let the kernel treat this process and its later children as batch work: waking, they preempt nobody."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -17,8 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from dsparkd import config as config_module
-from dsparkd import log, supervisor
+from dsparkd import crash, log, supervisor
 from dsparkd.config import Config, Hardware
 from dsparkd.errors import PeerError, StartError
 from dsparkd.ipc.board import BoardWriter, open_board
@@ -27,6 +29,7 @@ from dsparkd.ipc.wiring import DetokenizerWiring, RankWiring, make_wiring
 from dsparkd.messages import (
     Abort,
     Admitted,
+    CrashReport,
     Farewell,
     Finish,
     FromDetokenizer,
@@ -177,9 +180,14 @@ class FakeRank:
 def rank_main(_config: Config, wiring: RankWiring) -> int:
     """Process main of a stand-in rank."""
     _exit_on_signals()
+    rank = FakeRank(wiring, os.environ.get(f"FAKE_RANK{wiring.dp_rank}", ""))
     try:
-        return FakeRank(wiring, os.environ.get(f"FAKE_RANK{wiring.dp_rank}", "")).run()
-    except PeerError:
+        return rank.run()
+    except PeerError as error:
+        report = {"error": str(error), "padding": "x" * (1 << 20)}  # more than the socket holds
+        rank.parent.send_nowait(CrashReport(wiring.dp_rank, msgspec.json.encode(report)))
+        while not rank.parent.flush_nowait():
+            time.sleep(0.001)
         return 70
 
 
@@ -283,6 +291,7 @@ def main(config_file: str, find_hardware: Callable[[], Hardware] = lambda: Hardw
         config = config_module.resolve(config_module.load(Path(config_file)), find_hardware())
         signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS)
         log.configure("parent", None, config.log.format, config.log.level)
+        crash.prepare_directory(config.engine.crash_dir)
         listener = supervisor.bind_listener(config.server)
         wiring = make_wiring(supervisor.open_exchange(config), board=supervisor.create_board())
         children = supervisor.fork_children(

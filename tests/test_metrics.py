@@ -192,3 +192,10 @@ def test_a_value_that_holds_the_separator_is_refused() -> None:
             assert not any("\0" in one for one in values)
     with pytest.raises(InvariantError):
         Tally().inc(metrics.REQUESTS, "0", "stop\0")
+
+
+def test_every_code_of_the_exchange_can_be_counted() -> None:
+    """M-01, X-31: the closed set of labels is the native library's own, without success and the parent's stop."""
+    from dsparkd.native.exchange import Code
+
+    assert set(metrics.EXCHANGE_CODES) == {code.name for code in Code} - {"OK", "STOPPED"}

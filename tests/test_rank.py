@@ -26,12 +26,13 @@ from dsparkd.config import (
     Hardware,
     HealthConfig,
     KVConfig,
+    RoutingConfig,
     SchedulerConfig,
     ShutdownConfig,
     WatchdogConfig,
     resolve,
 )
-from dsparkd.errors import ConfigError, PeerError
+from dsparkd.errors import ConfigError, ExchangeError, PeerError
 from dsparkd.executor.plan import StepKind
 from dsparkd.ipc.board import BoardReader, open_board
 from dsparkd.ipc.channel import Channel
@@ -39,6 +40,7 @@ from dsparkd.ipc.wiring import RankWiring, SharedRegion
 from dsparkd.messages import (
     Abort,
     Admitted,
+    CrashReport,
     Farewell,
     Message,
     MetricsFrame,
@@ -305,18 +307,20 @@ def test_ranks_start_serve_and_leave_together(serve: Callable[..., Server], kind
 def test_a_killed_peer_fails_the_other_rank_with_a_report(
     serve: Callable[..., Server], config: Config, kind: str
 ) -> None:
-    """R38, L-38: exit 70 in seconds, with the last plans of both ranks in a file that the log names."""
+    """R38, L-38: exit 70 in seconds, with the last plans of both ranks in its report to the parent."""
     server = serve(exchange=msgspec.convert({"kind": kind}, ExchangeConfig))
     server.wait_until_ready()
     server.ranks[0].parent.send_nowait(RoutedBatch(0, 1, (request("long", 30, 2000),)))
     server.wait_for(lambda: len(server.ranks[0].deltas) > 5)
     server.ranks[1].process.kill()
+    server.wait_for(lambda: server.ranks[0].last(CrashReport) is not None)
     code, lines, _ = server.ranks[0].end()
 
     assert code == 70
-    failed = next(line for line in lines if line["event"] == "rank_failed")
-    report = json.loads(Path(str(failed["report"])).read_text())
-    assert Path(str(failed["report"])).parent == Path(config.engine.crash_dir)
+    assert [line["event"] for line in lines if line["level"] == "error"] == ["rank_failed"]
+    said = server.ranks[0].last(CrashReport)
+    assert isinstance(said, CrashReport)
+    report = json.loads(said.report)
     assert report["requests"] == {"grammar_wait": 0, "waiting": 0, "prefill": 0, "decode": 1}
     assert 1 <= len(report["ticks"]) <= 256
     assert report["ticks"][-1]["rows"][0]["request_id"] == "long"
@@ -408,9 +412,20 @@ def test_warm_up_runs_the_largest_steps_on_valid_memory(config: Config) -> None:
 
 
 @pytest.fixture
-def built(config: Config) -> Iterator[rank.Rank]:
+def pairs() -> list[tuple[socket.socket, socket.socket]]:
+    """A rank's ends and their far ones: parent, detokenizer, peer."""
+    return [socket.socketpair() for _ in range(3)]
+
+
+@pytest.fixture
+def far(pairs: list[tuple[socket.socket, socket.socket]]) -> socket.socket:
+    """What the parent would read."""
+    return pairs[0][1]
+
+
+@pytest.fixture
+def built(config: Config, pairs: list[tuple[socket.socket, socket.socket]]) -> Iterator[rank.Rank]:
     """A rank that has started nothing."""
-    pairs = [socket.socketpair() for _ in range(3)]
     log.configure("rank", 0, "json", "info")
     yield rank.Rank(config, RankWiring(0, *(pair[0] for pair in pairs), board=-1))
     for left, right in pairs:
@@ -437,17 +452,31 @@ def test_a_missing_peer_at_the_last_barrier_is_named_and_no_group_destroyed(
     assert calls[1:] == ["executor", 10.0, "groups"]
 
 
-def test_only_the_latest_crash_reports_are_kept(built: rank.Rank, config: Config, tmp_path: Path) -> None:
-    """A rank that fails at every start must not fill the disk; a directory that cannot be written is no new failure."""
-    engine = msgspec.structs.replace(config.engine, crash_dir=str(tmp_path / "crash"))
-    built._config = msgspec.structs.replace(config, engine=engine)
-    paths = [built.write_crash_report(PeerError(f"failure {number}")) for number in range(20)]
-    assert sorted(map(str, (tmp_path / "crash").iterdir())) == paths[-rank.NUM_CRASH_REPORTS :]
+def test_a_parent_that_has_gone_is_no_second_failure(
+    built: rank.Rank, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """L-39: who would read the report ended first."""
+    built._wiring.parent.shutdown(socket.SHUT_RDWR)
+    built.tell_crash(PeerError("x"))
+    assert b"parent_lost" in capfdbinary.readouterr().err
 
-    (tmp_path / "file").write_text("in the way")
-    engine = msgspec.structs.replace(engine, crash_dir=str(tmp_path / "file"))
-    built._config = msgspec.structs.replace(config, engine=engine)
-    assert built.write_crash_report(PeerError("x")) is None
+
+def test_the_code_of_a_failed_exchange_is_counted_and_told_at_once(built: rank.Rank, far: socket.socket) -> None:
+    """M-02, X-31: the last frame of a failing rank carries it; no later second would."""
+    built.tell_crash(ExchangeError("dsx: rank 1 ended", code="PEER_DEAD", channel=0, sequence=7))
+    told = Channel(far, decode_from_rank, send_timeout_s=5.0, max_pending_bytes=1 << 20).receive_nowait()
+    frame, report = told
+    assert isinstance(frame, MetricsFrame)
+    assert frame.values["dsparkd_exchange_errors_total\x000\x00PEER_DEAD"] == 1
+    assert isinstance(report, CrashReport)
+    assert "rank 1 ended" in json.loads(report.report)["error"]
+
+
+def test_senders_must_be_able_to_wait_for_a_tick() -> None:
+    """routing.send_timeout_s below three times the longest warm-up tick would take a busy rank for a stuck one."""
+    rank.require_patient_senders(RoutingConfig(send_timeout_s=5), 1.6)
+    with pytest.raises(ConfigError, match=r"routing\.send_timeout_s = 5(\.0)?: the longest warm-up tick took 1\.700 s"):
+        rank.require_patient_senders(RoutingConfig(send_timeout_s=5), 1.7)
 
 
 def test_an_admitted_request_is_answered_before_its_first_token(serve: Callable[..., Server]) -> None:

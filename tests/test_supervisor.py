@@ -1,6 +1,7 @@
 """Start, watch, failure and stop of the process tree, with stand-in children and everything else real."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -223,6 +224,51 @@ def test_any_end_of_a_child_fails_the_server_readably(server: Server, child: str
     assert how in str(error["error"])
     assert child in str(error["error"])
     assert f"error {error['error']}" in text
+    assert_nothing_left(server)
+
+
+def test_a_failure_leaves_one_report_of_parent_and_ranks(server: Server, tmp_path: Path) -> None:
+    """L-38: the log names a file with the cause, the children's ends and what the surviving rank said; the dead said
+    nothing. A report larger than the socket holds arrives whole."""
+    stream = Stream(server, "cut", 100_000, rank=0)
+    stream.wait_for_text()
+    os.kill(server.children()["rank 1"], signal.SIGKILL)
+    assert server.wait_exit(15) == 70
+    stream.finish()
+
+    (written,) = server.events("crash_report_written")
+    path = Path(str(written["path"]))
+    report = json.loads(path.read_text())
+    assert list(path.parent.iterdir()) == [path]
+    assert "rank 1" in report["error"]
+    assert report["outstanding_requests"] == 1
+    ends = {child["name"]: child["exit_code"] for child in report["children"]}
+    assert ends == {"detokenizer": 70, "rank 0": 70, "rank 1": -9}
+    assert report["ranks"][1] is None
+    assert "closed" in report["ranks"][0]["error"]
+    assert len(report["ranks"][0]["padding"]) == 1 << 20
+
+
+def test_a_crash_directory_that_cannot_be_made_is_a_start_failure(tmp_path: Path) -> None:
+    """L-40: found at the start, not when the report is needed; nothing is forked."""
+    (tmp_path / "file").write_text("in the way")
+    with fake_server({"engine": {"crash_dir": str(tmp_path / "file" / "crash")}}) as server:
+        assert server.wait_exit(10) == 78
+        assert "engine.crash_dir" in server.log_text()
+        assert server.events("child_started") == []
+
+
+def test_a_report_that_cannot_be_written_changes_nothing_else(server: Server) -> None:
+    """L-38: the directory has gone meanwhile; the failure is told, the exit code and the clients' errors stay."""
+    directory = server.directory / "crash"
+    directory.rmdir()
+    directory.write_text("in the way")
+    os.kill(server.children()["rank 1"], signal.SIGKILL)
+
+    assert server.wait_exit(15) == 70
+
+    assert len(server.events("crash_report_failed")) == 1
+    assert server.events("crash_report_written") == []
     assert_nothing_left(server)
 
 
@@ -519,19 +565,24 @@ sys.exit(fake_server.main(sys.argv[1]))
 
 
 def test_the_service_manager_is_told_of_each_stage(tmp_path: Path) -> None:
-    """decisions 19: READY=1 only when requests are welcome, STOPPING=1 when they are not; more time while loading."""
+    """decisions 19: READY=1 only when requests are welcome, then WATCHDOG=1, at the end STOPPING=1 with more time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(30)
         states: list[str] = []
         receive: Callable[[], None] = lambda: states.append(manager.recv(4096).decode())  # noqa: E731
-        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "PYTHONPATH": str(ROOT)}
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "PYTHONPATH": str(ROOT), "WATCHDOG_USEC": "200000"}
         with Server(QUICK, command=FAKE_SERVER, environment=environment) as server:
             while not any("READY=1" in state for state in states):
                 receive()
             assert server.status("/ready") == 200
             assert any("EXTEND_TIMEOUT_USEC=" in state for state in states)
+            assert "WATCHDOG=1" not in states, "the manager watches from READY on"
+            while states.count("WATCHDOG=1") < 3:
+                receive()
             server.send_signal(signal.SIGTERM)
             while not any("STOPPING=1" in state for state in states):
                 receive()
+            (stopping,) = [state for state in states if "STOPPING=1" in state]
+            assert "EXTEND_TIMEOUT_USEC=32000000" in stopping  # 20 to drain, 5 to abort, 2 for the children, 5 of grace
             assert server.wait_exit(20) == 0

@@ -7,6 +7,7 @@ and the detokenizer, `AsyncChannel` is the same thing behind the parent's event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import struct
@@ -174,6 +175,11 @@ class Channel(Generic[M]):
         except msgspec.DecodeError as error:
             raise InvariantError(f"frame {self._num_received} from {self.name}: {error}") from error
 
+    def end_sending(self) -> None:
+        """Close this direction alone: the peer reads an end. What is pending is dropped."""
+        with contextlib.suppress(OSError):  # the peer has gone: it needs no end
+            self._sock.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close the socket; the peer reads an end. What is pending is dropped."""
         self._sock.close()
@@ -280,6 +286,12 @@ class AsyncChannel(Generic[M]):
     def _on_readable(self) -> None:
         if self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)
+
+    def end_sending(self) -> None:
+        """Let the peer read an end while what it still sends can be received."""
+        if self._channel.fileno() >= 0:
+            self._fail(PeerError(f"nothing more is sent to {self._channel.name}"))
+            self._channel.end_sending()
 
     def close(self) -> None:
         """Close the socket; who waits to send or to receive fails."""

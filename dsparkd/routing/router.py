@@ -7,6 +7,8 @@ one task a rank sends, so frames and aborts reach a rank in the order in which t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, assert_never
@@ -20,6 +22,7 @@ from dsparkd.ipc.channel import AsyncChannel
 from dsparkd.messages import (
     Abort,
     Admitted,
+    CrashReport,
     Farewell,
     FromDetokenizer,
     FromRank,
@@ -193,6 +196,7 @@ class Router:
         self._prompt_logprobs = 0  # of all requests that have not ended
         self._frames = [0] * NUM_RANKS
         self._ready: list[RankReady | None] = [None] * NUM_RANKS
+        self._crash_reports: dict[int, bytes] = {}
         self._detokenizer_ready = False
         self._available = [False] * NUM_RANKS
         self._said_farewell = [False] * NUM_RANKS
@@ -252,6 +256,34 @@ class Router:
         """Tell both ranks to leave their loops."""
         for outbox in self._outboxes:
             outbox.put_nowait(Shutdown())
+
+    async def receive_last_words(self) -> None:
+        """Take in what failing ranks still say, until they end. Call after `run` has ended."""
+        await asyncio.gather(*(self._read_last_words(rank) for rank in range(NUM_RANKS)))
+
+    async def _read_last_words(self, rank: int) -> None:
+        with contextlib.suppress(FatalError):
+            while True:
+                for message in await self._channels[rank].receive():
+                    match message:
+                        case CrashReport():
+                            self._crash_reports[rank] = message.report
+                        case MetricsFrame():
+                            self._registry.apply(message)
+                        case _:
+                            pass  # its request has been failed
+
+    def describe_crash(self) -> dict[str, object]:
+        """What a crash report holds of the router: its requests, and what each rank said of its own end."""
+        return {
+            "state": self.state,
+            "outstanding": list(self._outstanding),
+            "load": [dataclasses.asdict(self._board.speculative_load(rank)) for rank in range(NUM_RANKS)],
+            "ranks": [
+                msgspec.Raw(self._crash_reports[rank]) if rank in self._crash_reports else None
+                for rank in range(NUM_RANKS)
+            ],
+        }
 
     def outstanding(self) -> int:
         """Requests that have not ended."""
@@ -473,6 +505,8 @@ class Router:
                 self._registry.apply(message)
             case Progress():
                 self._on_progress(message)
+            case CrashReport():
+                self._crash_reports[rank] = message.report
             case RankReady():
                 if message.dp_rank != rank:
                     raise InvariantError(f"the channel of rank {rank} says that it is rank {message.dp_rank}")

@@ -40,6 +40,39 @@ _GRAMMAR_FAILURES = {
 _COMPILE_KINDS = {"json_schema": "json", "tool_calls": "structural_tag", "choice": "ebnf"}
 
 
+class Peaks:
+    """The largest value of each series in the latest finished second, 0 where that second had none."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._current: dict[str, int] = {}
+        self._finished: dict[str, int] = {}
+        self._known: dict[str, tuple[metrics.Family, tuple[str, ...]]] = {}
+
+    def note(self, family: metrics.Family, *labels: str, value_ns: int, at_ns: int) -> None:
+        """Take one value. at_ns never goes back."""
+        self._roll(at_ns)
+        key = "\0".join((family.name, *labels))
+        if key not in self._known:
+            self._known[key] = (family, labels)
+        if value_ns > self._current.get(key, -1):
+            self._current[key] = value_ns
+
+    def show(self, tally: metrics.Tally, at_ns: int) -> None:
+        """Set the gauges, in seconds, of everything that was ever noted."""
+        self._roll(at_ns)
+        for key, (family, labels) in self._known.items():
+            tally.set(family, *labels, to=self._finished.get(key, 0) / 1e9)
+
+    def _roll(self, at_ns: int) -> None:
+        second = at_ns // 1_000_000_000
+        if second == self._second:
+            return
+        self._finished = self._current if second == self._second + 1 else {}
+        self._current = {}
+        self._second = second
+
+
 class Account:
     """One rank's counters. clock: CLOCK_MONOTONIC nanoseconds."""
 
@@ -50,6 +83,7 @@ class Account:
         self._tick_start_ns = self._lap_ns = clock()
         self._next_frame_ns = clock()
         self._woken_ns = 0
+        self._peaks = Peaks()
         self._evictions: dict[str, int] = {}
 
     # Phases of a tick
@@ -61,8 +95,8 @@ class Account:
     def lap(self, phase: str) -> None:
         """Give the time since the last lap to a phase."""
         now_ns = self._clock()
-        self._phase(phase, now_ns - self._lap_ns)
-        self._lap_ns = now_ns
+        spent_ns, self._lap_ns = now_ns - self._lap_ns, now_ns
+        self._phase(phase, spent_ns)
 
     def end_tick(self) -> None:
         """Count the whole tick: the laps of its phases add up to it."""
@@ -71,13 +105,16 @@ class Account:
     def _phase(self, phase: str, spent_ns: int) -> None:
         self._tally.inc(metrics.SCHEDULER_PHASE_SECONDS, self._rank, phase, by=spent_ns / 1e9)
         self._tally.inc(metrics.SCHEDULER_PHASE_CALLS, self._rank, phase)
+        self._peaks.note(metrics.SCHEDULER_PHASE_MAX, self._rank, phase, value_ns=spent_ns, at_ns=self._lap_ns)
 
     def agreed(self, agreement: Agreement, plan: Plan | None, sequence: int, timing: Timing | None) -> None:
         """Count one agreement and the step that follows it; without timing, the time since the last lap was its."""
         name = Channel.PLAN.name.lower()
         if timing is None:
-            spent_s = (self._clock() - self._lap_ns) / 1e9
-            self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_s)
+            spent_ns = self._clock() - self._lap_ns
+            self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_ns / 1e9)
+            labels = (self._rank, name, "total")
+            self._peaks.note(metrics.EXCHANGE_MAX_SECONDS, *labels, value_ns=spent_ns, at_ns=self._lap_ns)
         else:
             self._exchanged(name, timing)
         self._tally.inc(metrics.EXCHANGE_CALLS, self._rank, name)
@@ -95,6 +132,8 @@ class Account:
         }
         for phase, spent_ns in phases.items():
             self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, channel, phase, by=spent_ns / 1e9)
+            labels = (self._rank, channel, phase)
+            self._peaks.note(metrics.EXCHANGE_MAX_SECONDS, *labels, value_ns=spent_ns, at_ns=self._lap_ns)
         self._tally.inc(metrics.EXCHANGE_SLEEPS, self._rank, channel, by=timing.sleeps)
         self._tally.inc(metrics.EXCHANGE_WAKES, self._rank, channel, by=timing.wakes)
 
@@ -224,7 +263,9 @@ class Account:
 
     def frame(self, queue: RequestQueue, memory: Memory, desk: GrammarDesk | None = None) -> MetricsFrame:
         """Everything counted so far, with the gauges as they are now."""
-        self._next_frame_ns = self._clock() + FRAME_PERIOD_NS
+        now_ns = self._clock()
+        self._next_frame_ns = now_ns + FRAME_PERIOD_NS
+        self._peaks.show(self._tally, now_ns)
         if desk is not None:
             self._note_grammars(desk)
         for state, count in queue.counts().items():

@@ -169,6 +169,8 @@ class Loop:
             try:
                 both = self._exchange(payload)
             except ExchangeStopped:
+                # Either Shutdown has come, too, or the parent has closed its channel: then this raises PeerError.
+                self._receive()
                 break
             agreement = self.act(proposal, *both)
             if agreement.stop:

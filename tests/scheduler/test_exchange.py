@@ -361,3 +361,18 @@ def test_a_stop_given_to_one_rank_ends_both_at_one_exchange(lab, pair, runner, a
         assert {request_id: rank.output(request_id)[1] for request_id in rank.deltas}.keys() <= set(rank.admitted)
         rank.assert_nothing_held()
     assert pair.ranks[0].exchange.sequence(Channel.PLAN) == pair.ranks[1].exchange.sequence(Channel.PLAN)
+
+
+def test_m03_every_phase_and_agreement_of_a_rank_has_its_maximum(lab, pair, runner):
+    """M-03: both families are filled from the tick thread, and fall to 0 once the rank sleeps."""
+    pair.ranks[0].submit(lab.request("a", 5, max_tokens=3))
+    runner.wait_for(lambda: len(pair.ranks[0].deltas) == 1)
+
+    def peak(name: str, *labels: str) -> float:
+        key = "\0".join((name, "0", *labels))
+        return max((frame.values.get(key, 0.0) for frame in pair.ranks[0].frames), default=0.0)
+
+    runner.wait_for(lambda: peak("dsparkd_scheduler_phase_max_seconds", "launch") > 0)
+    assert peak("dsparkd_exchange_max_seconds", "plan", "total") > 0
+    key = "\0".join(("dsparkd_scheduler_phase_max_seconds", "0", "launch"))
+    runner.wait_for(lambda: pair.ranks[0].frames[-1].values[key] == 0)

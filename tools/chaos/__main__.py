@@ -4,19 +4,22 @@
 
 After each event: every client got an end or a readable error; no token differs from what a calm server said; the server
 is healthy again within the bound, or ended with the right exit code and is healthy after a restart; nothing of it is
-left on the machine. Only processes that this program started are touched, and all traffic is on loopback. The run
-directory lies on a file system of its own (32 MB), which an event fills; that needs a private mount.
+left on the machine. Only processes that this program started are touched, and all traffic is on a loopback device of
+their own. The run directory lies on a file system of its own (32 MB), which an event fills.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import platform
 import random
 import shutil
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,7 @@ SETTLE_S = 1.0
 NUM_CLIENTS = 8
 QUIET_EVERY = 10  # events between two looks at a server that nobody asks anything
 DISK_BYTES = 32 << 20
+_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 INSIDE = "DSPARKD_CHAOS_MOUNTED"
 
 LENGTHS = (8, 24, 64)
@@ -212,13 +216,19 @@ def run_directory() -> Iterator[Path]:
             subprocess.run(["umount", name], check=True)
 
 
-def enter_private_mounts(arguments: list[str]) -> None:
-    """Run this program again in a mount namespace of its own, as the user that it has or as that namespace's root."""
-    if os.environ.get(INSIDE):
-        return
-    own = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
-    os.environ[INSIDE] = "1"
-    os.execvp("unshare", ["unshare", *own, sys.executable, "-m", "tools.chaos", *arguments])
+def enter_namespaces(arguments: list[str]) -> None:
+    """Run this program again where it has mounts, shared memory and a loopback device of its own, and no other network.
+
+    Nothing that another program of the machine leaves behind is then taken for the server's.
+    """
+    if not os.environ.get(INSIDE):
+        user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+        os.environ[INSIDE] = "1"
+        own = [*user, "--mount", "--ipc", "--net"]
+        os.execvp("unshare", ["unshare", *own, sys.executable, "-m", "tools.chaos", *arguments])
+    subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
+    with socket.socket() as sock:
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP | _IFF_RUNNING))
 
 
 def summarise(rounds: list[Round]) -> list[dict[str, object]]:
@@ -265,7 +275,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--event", default="", help="only events whose name holds this text")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
-    enter_private_mounts(arguments)
+    enter_namespaces(arguments)
     ensure_checkpoint()
     begun = time.monotonic()
     events = [event for event in EVENTS if options.event in event.name]
