@@ -482,6 +482,7 @@ def describe(record: TickRecord) -> dict[str, object]:
         ],
         "agreement": record.agreement._asdict(),
         "rows": record.rows,
+        "settled": record.settled,
     }
 
 

@@ -47,7 +47,8 @@ def test_ready_follows_the_start_and_the_stop(checkpoint: Path) -> None:
 
         def poll() -> None:
             while not done.is_set():
-                seen.append((server.status("/ready"), bool(server.events("signal_received"))))
+                stopping = bool(server.events("signal_received"))  # before the status, which may be older than a signal
+                seen.append((server.status("/ready"), stopping))
                 time.sleep(0.01)
 
         poller = threading.Thread(target=poll)

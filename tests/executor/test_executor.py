@@ -253,6 +253,17 @@ def test_d14_a_row_with_a_grammar_leaves_its_neighbours_ids_alone(
     assert bytes(held.output_ids) == b"abcde"
 
 
+def test_d16_a_row_that_thinks_before_its_grammar_cannot_end(executor: Executor) -> None:
+    """D-16: the plan says so, and the step keeps the end out whatever the model wants."""
+    eos_id = executor.model_config.eos_token_id
+    params = msgspec.structs.replace(GREEDY, logit_bias=((eos_id, 100.0),))
+    for is_thinking in (False, True):
+        sequence = Sequence("s", prompt(9), params, slot=1, first_page=1)
+        row = dataclasses.replace(sequence.row(), is_thinking=is_thinking)
+        (output,) = run(executor, [row], slot_starts=(SlotStart(1, None, 0),))
+        assert (output.token_ids == (eos_id,)) == (not is_thinking)
+
+
 def test_a_grammar_without_a_masker_is_refused(executor: Executor, info: xgrammar.TokenizerInfo) -> None:
     """A row is never sampled past its grammar."""
     sequence = Sequence("s", prompt(5), GREEDY, slot=1, first_page=1)
