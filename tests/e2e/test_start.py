@@ -159,6 +159,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
         ({"engine": {"device": "cuda"}}, "engine.device"),
         ({"scheduler": {"chunk_tokens": 100}}, "scheduler.chunk_tokens"),
         ({"nonsense": {"key": 1}}, "nonsense"),
+        ({"grammar.store": {"directory": "/etc"}}, "grammar.store: missing privacy of /etc"),
     ],
 )
 def test_a_wrong_key_is_refused_before_anything_is_forked(checkpoint: Path, overrides: Tables, culprit: str) -> None:
@@ -172,6 +173,30 @@ def test_a_wrong_key_is_refused_before_anything_is_forked(checkpoint: Path, over
         assert line.startswith("dsparkd: ")
         assert culprit in line
         assert server.children() == {}
+
+
+def test_a_traversal_that_is_not_installed_is_refused_by_both_ranks_and_never_replaced(checkpoint: Path) -> None:
+    """D-01, O-11: no released XGrammar has a batched call; exit 78 names the key and what to set instead."""
+    with Server({"grammar": {"traversal": "batched"}}) as server:
+        assert server.wait_exit(60) == 78
+
+        (error,) = [str(fields["error"]) for fields in server.events("start_failed")]
+        assert 'grammar.traversal = "batched"' in error
+        assert 'set grammar.traversal = "native"' in error
+        assert not [pid for pid in server.pids() if alive(pid)]
+
+
+def test_without_grammars_there_is_no_probe_process(checkpoint: Path) -> None:
+    """`grammar.enabled = false` costs nothing and says so, to operators and to clients."""
+    with Server({"grammar": {"enabled": False}}) as server:
+        server.wait_ready()
+        assert set(server.children()) == {"detokenizer", "rank 0", "rank 1"}
+        paths = json.loads(server.get("/server_info"))["ranks"][0]["paths"]
+        states = {path["path"]: (path["state"], path["why"]) for path in paths}
+        assert states["grammar_traversal"] == ("off", "grammar.enabled = false")
+        assert not (server.directory / "grammar").exists()
+        assert complete(server)["object"] == "text_completion"
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize("fault", ["missing", "readable by others"])
