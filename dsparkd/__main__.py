@@ -21,7 +21,7 @@ from dsparkd import config as config_module
 from dsparkd import crash, store_cli, supervisor, system
 from dsparkd import log as log_module
 from dsparkd.config import Config, Hardware, Section
-from dsparkd.errors import EXIT_OK, ConfigError, StartError
+from dsparkd.errors import EXIT_OK, CapabilityError, ConfigError, StartError
 from dsparkd.grammar import store
 from dsparkd.grammar.vocabulary import make_vocabularies
 from dsparkd.http.keys import ApiKeys
@@ -89,7 +89,12 @@ def serve(config: Config) -> int:
     listener = supervisor.bind_listener(config.server)
     prepare_grammars(config)
     shared, board = supervisor.open_exchange(config), supervisor.create_board()
-    wiring = make_wiring(shared, board=board, has_probe=config.grammar.enabled)
+    try:
+        wiring = make_wiring(shared, board=board, has_probe=config.grammar.enabled)
+    except OSError as error:
+        raise CapabilityError(
+            "wiring", f"sockets between the processes ({error.strerror})", system.DESCRIPTOR_REMEDY
+        ) from error
     if config.engine.device == "cpu":
         # The ranks compute on the cores that every text event wakes somebody on, and when one is preempted both wait.
         system.schedule_as_batch()

@@ -121,7 +121,11 @@ def _fork_child(config: Config, wiring: Wiring, own: ChildWiring, path: str) -> 
     parent_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        remedy = "raise the limit of processes (TasksMax, LimitNPROC; ulimit -u), or free memory"
+        raise CapabilityError("supervisor", f"a new process ({error.strerror})", remedy) from error
     if pid == 0:
         _run_child(config, wiring, own, path, parent_pid)
     if isinstance(own, RankWiring):
@@ -334,6 +338,7 @@ class Supervisor:
         self._channels: tuple[AsyncChannel[FromRank], AsyncChannel[FromRank], AsyncChannel[FromDetokenizer]] | tuple[()]
         self._channels = ()
         self._http_stop = asyncio.Event()
+        self._http: hypercorn.Config | None = None
 
     async def run(self) -> int:
         """Serve until a signal or a failure; return the exit code. All children have ended then."""
@@ -492,6 +497,7 @@ class Supervisor:
         server.errorlog = None
         server.include_server_header = False
         server.graceful_timeout = HTTP_GRACE_S
+        self._http = server
         return server
 
     async def _serve_http(self, app: Starlette, server: hypercorn.Config) -> None:
@@ -583,7 +589,10 @@ class Supervisor:
         for channel in self._channels:
             channel.end_sending()
         self._end_waits()
-        if self._serving:
+        if self._http is not None:
+            # Nothing is lost by letting slow answers out while the children are waited for: cut off before its first
+            # byte, a request would get a bare 500 that says nothing.
+            self._http.graceful_timeout = SURVIVOR_GRACE_S
             self._http_stop.set()
         last_words = asyncio.ensure_future(router.receive_last_words())
         await self._watch.end_all(SURVIVOR_GRACE_S if self._serving else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from dsparkd.errors import CapabilityError, PeerError
 
+DESCRIPTOR_REMEDY = "raise the limit of open files (LimitNOFILE; ulimit -n)"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,7 +55,8 @@ def pidfd_open(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        raise CapabilityError("supervisor", f"pidfd_open ({error.strerror})", "use Linux 5.4 or newer") from error
+        remedy = DESCRIPTOR_REMEDY if error.errno == errno.EMFILE else "use Linux 5.4 or newer"
+        raise CapabilityError("supervisor", f"pidfd_open ({error.strerror})", remedy) from error
 
 
 def reap_nowait(pid: int) -> int | None:

@@ -59,6 +59,32 @@ def test_a_rank_that_waits_for_a_stopped_one_does_not_hold_up_the_end() -> None:
     play(Line("stopped", 70, 60), stop.stopped_rank(4), stop.STUCK)
 
 
+def test_a_rank_that_stands_still_fails_the_pair_with_an_error_for_each_client() -> None:
+    """R38, X-20: the other rank's time-out ends it, not a service manager's; the stopped process goes with it."""
+    play(Line("held", 70, 60), stop.held_rank(4), stop.IMPATIENT)
+
+
+@pytest.mark.parametrize(("victim", "stage"), [("rank 0", "groups"), ("rank 1", "weights"), ("detokenizer", "pools")])
+def test_a_child_killed_while_starting_ends_the_start(victim: str, stage: str) -> None:
+    """L-40: at whatever step; one error line, exit 70, and the others do not go on loading."""
+    play(Line(victim, 70, 60, "start_failed"), stop.kill_child_while_starting(victim, stage))
+
+
+@pytest.mark.parametrize(("what", "limit", "named"), stop.WITHHELD)
+def test_a_start_without_descriptors_says_what_to_raise(what: str, limit: str, named: str) -> None:
+    """L-40, L-15: wherever they run out, exit 78 with one line, and no child that was forked before is left."""
+    line = Line(what, 78, 60, "start_failed")
+    stop.run_line(line, stop.refused(named), {}, limit=limit)
+    assert (line.exit_code, line.left, line.faults) == (78, [], [])
+
+
+def test_new_requests_do_not_prolong_the_drain_nor_does_a_client_that_reads_nothing() -> None:
+    """L-34, R34: what comes meanwhile is refused; what cannot be delivered is not waited for."""
+    quick: Tables = {"shutdown": {"drain_timeout_s": 0.5}}
+    play(Line("flood", 0, 60), stop.flood(4), quick)
+    play(Line("deaf", 0, 60), stop.deaf_client(), quick)
+
+
 def test_a_killed_parent_takes_its_children_along() -> None:
     """L-39: under load, nothing is left."""
     play(Line("parent", -signal.SIGKILL, 60), stop.kill_parent(STREAMS))

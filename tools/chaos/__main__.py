@@ -190,7 +190,9 @@ class Run:
         outcomes = self._crowd.take_outcomes()
         round_.outcomes = count(outcomes)
         bad = [outcome for outcome in outcomes if self._is_violation(event, round_, outcome)]
-        round_.violations += [f"{one.verdict}: {one.job}: {one.detail[:300]}" for one in bad[:5]]
+        round_.violations += [
+            f"{one.verdict} after {one.ended_s - one.begun_s:.1f} s: {one.job}: {one.detail[:300]}" for one in bad[:5]
+        ]
         if len(bad) > 5:
             round_.violations.append(f"and {len(bad) - 5} more clients")
 

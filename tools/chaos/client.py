@@ -199,12 +199,16 @@ class Crowd:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._all())
+        try:
+            self._loop.run_until_complete(self._all())
+        finally:
+            self._loop.close()
 
     async def _all(self) -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(self._num_clients):
                 group.create_task(self._client(number))
+        await asyncio.sleep(0.1)  # until the last connections have closed
 
     def _cut(self) -> None:
         for task in list(self._open):
@@ -239,6 +243,7 @@ class Crowd:
         if not task.done():
             verdict = "hung"
             task.cancel()
+            await asyncio.wait({task})
         elif task.cancelled():
             verdict = "left"
         elif isinstance(failure := task.exception(), OSError | ValueError):

@@ -13,8 +13,13 @@ import json
 import os
 import random
 import signal
+import socket
+import sys
 import tempfile
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -26,16 +31,27 @@ from tools.traces import CHECKED, Traces
 
 ENDLESS_TOKENS = 16_000
 CHILDREN = ("rank 0", "rank 1", "detokenizer", "probe")
+IMPATIENT: Tables = {"exchange": {"timeout_s": 3.0}}
+# What the machine withholds, as a shell says it, and what the refusal must name.
+WITHHELD = (
+    ("descriptors for shared memory", "ulimit -n 6", "ulimit -n"),
+    ("descriptors for the wiring", "ulimit -n 14", "ulimit -n"),
+    ("descriptors for the children", "ulimit -n 25", "ulimit -n"),
+)
 STUCK: Tables = {"shutdown": {"drain_timeout_s": 0.5, "barrier_timeout_s": 0.5, "exit_timeout_s": 3.0}}
 
 
 @dataclass
 class Line:
-    """One scenario's result. exit_code is what was seen; bound_s and seconds: from the (last) signal to the end."""
+    """One scenario's result. exit_code is what was seen; bound_s and seconds: from the (last) signal to the end.
+
+    error_event: the parent's one error line where expected_exit is a failure.
+    """
 
     name: str
     expected_exit: int
     bound_s: float
+    error_event: str = "server_failed"
     exit_code: int | None = None
     seconds: float = 0.0
     detail: str = ""
@@ -51,15 +67,20 @@ class Line:
 Scenario = Callable[[Server, Line], None]
 
 
-def run_line(line: Line, scenario: Scenario, overrides: Tables, port: int | None = None) -> Line:
-    """Start a server, play the scenario (which ends it) and look for what is left."""
+def run_line(
+    line: Line, scenario: Scenario, overrides: Tables, port: int | None = None, limit: str = "ulimit -c 0"
+) -> Line:
+    """Start a server, play the scenario (which ends it) and look for what is left. limit: its shell's first command."""
     traces = Traces()
     port = port or free_port()
     # The server's temporary files go to a directory of their own, outside what the harness deletes.
     with tempfile.TemporaryDirectory(prefix="dsparkd-gate-") as name:
         directory = Path(name)
-        tables = merge(overrides, {"server": {"port": port}, "engine": {"crash_dir": str(directory / "crash")}})
-        with Server(tables, environment=traces.environment(directory / "tmp"), port=port) as server:
+        own: Tables = {"server": {"port": port}, "engine": {"crash_dir": str(directory / "crash")}}
+        tables = merge(own, overrides)
+        command = ("sh", "-c", f'{limit} && exec "$0" "$@"', sys.executable, "-m", "dsparkd", "--config")
+        environment = traces.environment(directory / "tmp")
+        with Server(tables, command=command, environment=environment, port=port) as server:
             try:
                 scenario(server, line)
             except (TimeoutError, AssertionError, RuntimeError) as error:
@@ -76,7 +97,9 @@ def unexpected_log(server: Server, line: Line) -> list[str]:
     if line.expected_exit == 0:
         return [f"error line: {error}" for error in errors]
     parents = [error for error in errors if error.startswith("parent ")]
-    expected = [] if line.expected_exit < 0 else ["parent server_failed"]
+    # Before there is a log, a refusal is one plain line.
+    parents += ["parent start_failed" for text in server.log_text().splitlines() if text.startswith("dsparkd: ")]
+    expected = [] if line.expected_exit < 0 else [f"parent {line.error_event}"]
     return [] if parents == expected else [f"the parent's error lines: {parents}"]
 
 
@@ -169,10 +192,134 @@ def kill_child(name: str, count: int) -> Scenario:
             line.exit_code = server.wait_exit(line.bound_s + 20)
             line.seconds = time.monotonic() - begun
         describe(line, outcomes)
+        line.faults += report_faults(server, name)
         slowest_s = max(outcome.ended_s for outcome in outcomes) - begun
         line.detail += f", last after {slowest_s:.2f} s"
         if slowest_s > 1.0:
             line.faults.append(f"a client waited {slowest_s:.2f} s for its error (bound 1 s)")
+
+    return play
+
+
+def report_faults(server: Server, victim: str) -> list[str]:
+    """What is wrong with the crash report that the log names: each rank that was not killed tells its agreements."""
+    written = server.events("crash_report_written")
+    if len(written) != 1:
+        return [f"{len(written)} crash reports"]
+    report = json.loads(Path(str(written[0]["path"])).read_text(encoding="utf-8"))
+    faults = [] if victim in report["error"] else [f"the report blames {report['error']}"]
+    for dp_rank, said in enumerate(report["ranks"]):
+        if victim == f"rank {dp_rank}":
+            continue
+        if said is None:
+            faults.append(f"rank {dp_rank} said nothing of its end")
+        elif not (1 <= len(said["ticks"]) <= 256 and said["stacks"] and "requests" in said):
+            faults.append(f"rank {dp_rank}'s report has {len(said['ticks'])} ticks")
+    return faults
+
+
+def kill_child_while_starting(name: str, stage: str) -> Scenario:
+    """SIGKILL one child when the start has come to a stage."""
+
+    def play(server: Server, line: Line) -> None:
+        deadline = time.monotonic() + 60
+        while not any(fields.get("stage") == stage for fields in server.events("start_progress")):
+            if time.monotonic() > deadline or server.process.poll() is not None:
+                raise TimeoutError(f"no {stage}: {server.log_text()[-300:]}")
+            time.sleep(0.002)
+        begun = time.monotonic()
+        os.kill(server.children()[name], signal.SIGKILL)
+        line.exit_code = server.wait_exit(line.bound_s + 20)
+        line.seconds = time.monotonic() - begun
+        if server.events("listening"):
+            line.faults.append("it was already up: nothing was shown")
+
+    return play
+
+
+def refused(what: str) -> Scenario:
+    """A start that must fail by itself, with one line that holds a text."""
+
+    def play(server: Server, line: Line) -> None:
+        begun = time.monotonic()
+        line.exit_code = server.wait_exit(line.bound_s + 20)
+        line.seconds = time.monotonic() - begun
+        if what not in server.log_text():
+            line.faults.append(f"no word of {what!r}: {server.log_text()[-300:]}")
+
+    return play
+
+
+def held_rank(count: int) -> Scenario:
+    """A rank stands still under streams for longer than the other one waits; measured from its SIGSTOP."""
+
+    def play(server: Server, line: Line) -> None:
+        server.wait_ready()
+        with Streams(server.base_url, count, ENDLESS_TOKENS) as streams:
+            streams.wait_flowing()
+            begun = time.monotonic()
+            os.kill(server.children()["rank 1"], signal.SIGSTOP)
+            outcomes = streams.outcomes()
+            line.exit_code = server.wait_exit(line.bound_s + 20)
+            line.seconds = time.monotonic() - begun
+        describe(line, outcomes)
+
+    return play
+
+
+def flood(count: int) -> Scenario:
+    """SIGTERM while streams run for ever and new requests come without end: none of them prolongs the drain."""
+
+    def play(server: Server, line: Line) -> None:
+        server.wait_ready()
+        statuses: Counter[int] = Counter()
+        flooding = threading.Event()
+
+        def ask() -> None:
+            body = json.dumps({"model": "nano", "prompt": "more", "max_tokens": 1}).encode()
+            while not flooding.is_set():
+                request = urllib.request.Request(
+                    f"{server.base_url}/v1/completions", data=body, headers={"Content-Type": "application/json"}
+                )
+                try:
+                    with urllib.request.urlopen(request, timeout=30) as answer:
+                        statuses[answer.status] += 1
+                except urllib.error.HTTPError as error:
+                    statuses[error.code] += 1
+                except OSError:
+                    time.sleep(0.01)
+
+        with Streams(server.base_url, count, ENDLESS_TOKENS) as streams:
+            streams.wait_flowing()
+            askers = [threading.Thread(target=ask) for _ in range(4)]
+            for asker in askers:
+                asker.start()
+            try:
+                end_by(server, line, signal.SIGTERM)
+            finally:
+                flooding.set()
+                for asker in askers:
+                    asker.join()
+            describe(line, streams.outcomes())
+        line.detail += f", meanwhile {dict(sorted(statuses.items()))}"
+        if not statuses[503]:
+            line.faults.append("nothing was refused while it drained")
+
+    return play
+
+
+def deaf_client() -> Scenario:
+    """SIGTERM while a client with an endless stream reads nothing."""
+
+    def play(server: Server, line: Line) -> None:
+        server.wait_ready()
+        body = {"model": "nano", "prompt": "deaf", "max_tokens": ENDLESS_TOKENS, "ignore_eos": True, "stream": True}
+        text = json.dumps(body).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+            time.sleep(1)
+            end_by(server, line, signal.SIGTERM)
 
     return play
 
@@ -249,6 +396,34 @@ def scenarios(count: int) -> list[tuple[Line, Scenario, Tables]]:
         ),
         *((Line(f"SIGKILL {name}, {count} streams", 70, 10), kill_child(name, count), roomy) for name in CHILDREN),
         (Line("SIGTERM, rank 1 stopped", 70, 20), stopped_rank(4), STUCK),
+        (Line("SIGSTOP rank 1 for good, exchange.timeout_s 3", 70, 3 + 20), held_rank(4), IMPATIENT),
+        (Line(f"SIGTERM, {count} streams and a flood", 0, 1 + 5), flood(count), quick),
+        (Line("SIGTERM, a client that does not read", 0, 1 + 8), deaf_client(), quick),
+        *(
+            (Line(f"SIGKILL {name} while starting ({stage})", 70, 10, "start_failed"), play, {})
+            for name, stage in (
+                ("rank 0", "groups"),
+                ("rank 1", "weights"),
+                ("detokenizer", "pools"),
+                ("rank 0", "warm_up"),
+            )
+            for play in (kill_child_while_starting(name, stage),)
+        ),
+        (
+            Line("start refused: no directory for crash reports", 78, 10, "start_failed"),
+            refused("engine.crash_dir"),
+            {"engine": {"crash_dir": "/proc/crash"}},
+        ),
+        (
+            Line("start refused: no memory for the caches", 78, 10, "start_failed"),
+            refused("kv.device_bytes"),
+            {"kv": {"device_bytes": 4096}},
+        ),
+        (
+            Line("start refused: no checkpoint", 78, 10, "start_failed"),
+            refused("/nowhere"),
+            {"engine": {"checkpoint": "/nowhere"}},
+        ),
         (Line(f"SIGKILL parent, {count} streams", -signal.SIGKILL, 1), kill_parent(count), roomy),
     ]
     return lines
@@ -296,6 +471,11 @@ def main(argv: list[str]) -> int:
             continue
         lines.append(run_line(line, scenario, overrides))
         show(lines[-1])
+    for what, limit, named in WITHHELD:
+        line = Line(f"start refused: no {what}", 78, 10, "start_failed")
+        if arguments.only in line.name:
+            lines.append(run_line(line, refused(named), {}, limit=limit))
+            show(lines[-1])
     if not arguments.only:
         lines += rounds(arguments.rounds, show)
     elapsed_s = time.monotonic() - begun
