@@ -58,7 +58,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ABORT_TIMEOUT_S = 5.0  # from aborting what is left to the last final event
 LAST_WORDS_TIMEOUT_S = 1.0  # for what ended children left in their sockets
 SURVIVOR_GRACE_S = 5.0  # L-38: how long the others get after an unexpected end
-HTTP_GRACE_S = 2.0  # for the last bytes of responses that have their final event
+# For the last bytes of responses that have their final event, and for refusals, which a busy machine makes slowly: a
+# request that is cut off before its first byte gets a bare 500. Only a client that does not read makes anybody wait.
+HTTP_GRACE_S = 5.0
 BACKLOG = 1024  # connections that wait to be accepted
 UNREAD_TIMEOUT_MS = 60_000  # how long the kernel keeps a connection whose other end takes nothing more
 CAUSE_WINDOW_S = 0.5  # how much later than its sender's end a message may be read that says more than the end
@@ -338,7 +340,6 @@ class Supervisor:
         self._channels: tuple[AsyncChannel[FromRank], AsyncChannel[FromRank], AsyncChannel[FromDetokenizer]] | tuple[()]
         self._channels = ()
         self._http_stop = asyncio.Event()
-        self._http: hypercorn.Config | None = None
 
     async def run(self) -> int:
         """Serve until a signal or a failure; return the exit code. All children have ended then."""
@@ -497,7 +498,6 @@ class Supervisor:
         server.errorlog = None
         server.include_server_header = False
         server.graceful_timeout = HTTP_GRACE_S
-        self._http = server
         return server
 
     async def _serve_http(self, app: Starlette, server: hypercorn.Config) -> None:
@@ -589,10 +589,7 @@ class Supervisor:
         for channel in self._channels:
             channel.end_sending()
         self._end_waits()
-        if self._http is not None:
-            # Nothing is lost by letting slow answers out while the children are waited for: cut off before its first
-            # byte, a request would get a bare 500 that says nothing.
-            self._http.graceful_timeout = SURVIVOR_GRACE_S
+        if self._serving:
             self._http_stop.set()
         last_words = asyncio.ensure_future(router.receive_last_words())
         await self._watch.end_all(SURVIVOR_GRACE_S if self._serving else 0)
