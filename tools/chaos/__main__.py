@@ -17,6 +17,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import socket
 import statistics
 import struct
@@ -278,6 +279,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     enter_namespaces(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # also in the background: the server must not outlive this
     ensure_checkpoint()
     begun = time.monotonic()
     events = [event for event in EVENTS if options.event in event.name]
