@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dsparkd.errors import InvariantError, PeerError
+from dsparkd.errors import ExchangeStopped, InvariantError, PeerError
 from dsparkd.messages import Shutdown
 from dsparkd.scheduler.agreement import Channel
 from dsparkd.scheduler.exchange import Words, _pattern
@@ -376,3 +376,25 @@ def test_m03_every_phase_and_agreement_of_a_rank_has_its_maximum(lab, pair, runn
     assert peak("dsparkd_exchange_max_seconds", "plan", "total") > 0
     key = "\0".join(("dsparkd_scheduler_phase_max_seconds", "0", "launch"))
     runner.wait_for(lambda: pair.ranks[0].frames[-1].values[key] == 0)
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_wait_ended_by_the_parent_is_an_order_to_leave_unless_the_parent_leaves_itself(pair, has_failed):
+    """X-24, L-38: after a failure the parent closes its direction first, so that this rank reports its end."""
+    rank = pair.ranks[0]
+
+    def stopped(_channel, _words):
+        if has_failed:
+            rank.parent.end_sending()
+        else:
+            rank.parent.send_nowait(Shutdown())
+        raise ExchangeStopped("dsx: stopped by the parent")
+
+    rank.exchange.exchange = stopped
+    if has_failed:
+        with pytest.raises(PeerError, match="parent closed"):
+            rank.loop.run()
+    else:
+        rank.loop.run()
+    rank.collect()
+    assert rank.farewells == ([] if has_failed else ["parent:rank0", "detokenizer:rank0"])
