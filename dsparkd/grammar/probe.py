@@ -22,12 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import xgrammar
+
 from dsparkd import log as log_module
 from dsparkd import system
 from dsparkd.config import GrammarConfig
 from dsparkd.errors import EXIT_OK, GrammarError, InvariantError, PeerError
 from dsparkd.grammar.compiler import Compiler, describe
 from dsparkd.grammar.store import Entry, EntryKind, GrammarStore, StoreFull
+from dsparkd.grammar.trial import require_quick_steps
 from dsparkd.grammar.vocabulary import Vocabularies
 from dsparkd.ipc.channel import Channel
 from dsparkd.messages import (
@@ -245,7 +248,7 @@ def verdict_of_end(number: int, code: int, config: GrammarConfig) -> ProbeVerdic
     seconds = config.probe_cpu_s
     match -code:
         case signal.SIGXCPU:
-            message = f"it takes more than {seconds} s of processor time to compile"
+            message = f"it takes more than {seconds} s of processor time to compile or to follow"
         case signal.SIGSEGV | signal.SIGABRT | signal.SIGBUS | signal.SIGFPE | signal.SIGILL:
             message, seconds = "it crashes the grammar compiler", 0
         case _:
@@ -283,10 +286,17 @@ def spawn_child(
 class ProbeChild:
     """What one child does; made in the parent, used after the fork."""
 
-    def __init__(self, config: GrammarConfig, compiler: Compiles, store: GrammarStore | None) -> None:
+    def __init__(
+        self,
+        config: GrammarConfig,
+        compiler: Compiles,
+        store: GrammarStore | None,
+        try_steps: Callable[[CompiledForm], None] = lambda compiled: None,
+    ) -> None:
         self._config = config
         self._compiler = compiler
         self._store = store
+        self._try_steps = try_steps
 
     def run(self, request: ProbeRequest, answers: socket.socket) -> None:
         """Compile under limits and say what came of it; then see to the body."""
@@ -307,6 +317,7 @@ class ProbeChild:
         try:
             with _captured_stderr() as warned:
                 compiled = self._compiler.compile(request.grammar)
+                self._try_steps(compiled)
         except GrammarError as error:
             return ProbeVerdict(number=number, state="refused", code=error.code, message=error.message), None
         except MemoryError:
@@ -414,7 +425,12 @@ def serve(
     compiler = Compiler(vocabularies, num_threads=1)
     measured = config.store.initial_bytes_per_s or measure_load(compiler, compiler.load)
     store = None if store_directory is None else GrammarStore(store_directory, config.store)
-    child = ProbeChild(config, compiler, store)
+
+    def try_steps(compiled: CompiledForm) -> None:
+        assert isinstance(compiled, xgrammar.CompiledGrammar)
+        require_quick_steps(compiled)
+
+    child = ProbeChild(config, compiler, store, try_steps)
     max_children = config.workers
     if max_children is None:
         raise InvariantError("grammar.workers is filled by resolve()")
