@@ -586,11 +586,12 @@ class Supervisor:
         await asyncio.wait([routing])
         # An end-of-file tells the others to leave, whatever they wait for; orders may no longer reach them. It comes
         # before the end of their waits, or they would take that for an orderly stop.
-        for channel in self._channels:
-            channel.end_sending()
-        self._end_waits()
+        # While starting they are killed at once instead: they have no work to end, and nothing to add to the one cause.
         if self._serving:
+            for channel in self._channels:
+                channel.end_sending()
             self._http_stop.set()
+        self._end_waits()
         last_words = asyncio.ensure_future(router.receive_last_words())
         await self._watch.end_all(SURVIVOR_GRACE_S if self._serving else 0)
         await asyncio.wait([last_words], timeout=LAST_WORDS_TIMEOUT_S)
