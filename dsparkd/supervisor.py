@@ -64,7 +64,7 @@ HTTP_GRACE_S = 5.0
 BACKLOG = 1024  # connections that wait to be accepted
 UNREAD_TIMEOUT_MS = 60_000  # how long the kernel keeps a connection whose other end takes nothing more
 CAUSE_WINDOW_S = 0.5  # how much later than its sender's end a message may be read that says more than the end
-CONSEQUENCE_DELAY_S = 0.1  # how much later than its cause the end may be seen that it brought about
+CONSEQUENCE_DELAY_S = 0.5  # how much later than its cause the end may be seen that it brought about
 PROGRESS_INTERVAL_S = 5
 START_EXTENSION_S = 120  # of the service manager's start time-out, renewed by each progress message
 
