@@ -179,6 +179,12 @@ class Endpoint:
             await response(scope, receive, send_with_id)
         except ClientLeft:
             incoming.fields["client_left"] = True
+        except asyncio.CancelledError:
+            # The server's end overtook a connection that it had just accepted. Left to itself, the HTTP library would
+            # answer with a 500 without a body.
+            if not incoming.started:
+                await error_response(_stopping(incoming))(scope, receive, send_with_id)
+            raise
         except Exception:  # noqa: BLE001  a bug in one request must not end the others, nor leave this one open
             log.get().exception("http_failed", request_id=incoming.request_id, route=self._route)
             if not incoming.started:
@@ -226,3 +232,8 @@ class Endpoint:
             log.get().debug("http_request", **fields)
         else:
             log.get().info("http_request", **fields)
+
+
+def _stopping(incoming: Incoming) -> RequestError:
+    incoming.fields["code"] = "draining"
+    return RequestError("the server is stopping; try another one", status=503, code="draining", retry_after_s=5)

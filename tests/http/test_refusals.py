@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.responses import Response
 
 from dsparkd.config import LimitsConfig
 from dsparkd.errors import RequestError
 from dsparkd.http import intake
 from dsparkd.http.body import decode, parse_object
+from dsparkd.http.endpoint import Endpoint, Incoming
 from dsparkd.http.openai import ChatRequest
 from dsparkd.messages import Admitted, Farewell
 from tests.http.conftest import MODEL, Served, error_of, served
@@ -596,3 +598,31 @@ async def test_an_unexpected_error_is_500_and_the_next_request_works(
     assert error["code"] == "internal_error"
     assert "ZeroDivision" not in error["message"]
     assert (await server.chat()).status_code == 200
+
+
+async def test_a_request_that_the_servers_end_overtakes_reads_why(server: Served) -> None:
+    """L-38: a connection accepted at the last moment is cancelled; it must not see the HTTP library's bare 500."""
+
+    async def wait(incoming: Incoming) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    endpoint = Endpoint("/v1/models", ("GET",), wait, keys=None, tally=server.backend.registry.tally)
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [], "query_string": b""}
+    task = asyncio.create_task(endpoint(scope, receive, send))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert sent[0]["status"] == 503
+    assert json.loads(sent[1]["body"])["error"]["code"] == "draining"
+    assert not sent[1].get("more_body")
