@@ -51,6 +51,7 @@ MAX_PENDING_BYTES = 64 << 20
 LOCK_TIMEOUT_S = 30.0  # how long a child waits for the rank that compiles what it has a body of
 LOCK_POLL_S = 0.01
 MAX_WRITERS = 4  # children that write bodies, for each place to try a grammar
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _MAX_ANSWER_BYTES = 1 << 16
 _MAX_WARNING_BYTES = 1 << 14
 # What is compiled at start to see how fast this machine loads a body.
@@ -249,7 +250,7 @@ def verdict_of_end(number: int, code: int, config: GrammarConfig) -> ProbeVerdic
     match -code:
         case signal.SIGXCPU:
             message = f"it takes more than {seconds} s of processor time to compile or to follow"
-        case signal.SIGSEGV | signal.SIGABRT | signal.SIGBUS | signal.SIGFPE | signal.SIGILL:
+        case crash if crash in _CRASHES:
             message, seconds = "it crashes the grammar compiler", 0
         case _:
             return ProbeVerdict(number=number, state="busy")
@@ -301,6 +302,9 @@ class ProbeChild:
     def run(self, request: ProbeRequest, answers: socket.socket) -> None:
         """Compile under limits and say what came of it; then see to the body."""
         gc.disable()  # a collection would copy pages that the parent shares
+        for number in _CRASHES:
+            # A handler that some library has set would spend the child's processor time on stacks, or end it otherwise.
+            signal.signal(number, signal.SIG_DFL)
         system.schedule_when_idle()
         self._limit_memory()
         _limit_cpu(self._config.probe_cpu_s, self._config.probe_cpu_s)
