@@ -88,7 +88,7 @@ def test_ranks_that_spin_make_hardly_a_system_call(start) -> None:
     """
     cores = two_cores()
     if cores[0] == cores[1]:
-        pytest.skip("one CPU")
+        pytest.skip("one CPU: two ranks that spin on it take turns, so sleeping is right there")
     ranks = [start(rank, cpu=cores[rank], spin_s=200e-6) for rank in (0, 1)]
     shares = []
     for _ in range(3):

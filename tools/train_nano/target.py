@@ -89,9 +89,9 @@ class TargetTrainee:
         values["ffn.gate.bias"] += BIAS_STEP * torch.sign(loads.mean(-1, keepdim=True) - loads)
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
-        """Share of validation answers of which every token is the first choice: exactly those that greedy decoding
+        """Share of validation answers, by task, of which every token is the first choice.
 
-        would repeat word for word.
+        Teacher-forced, and yet exact: those are the answers that greedy decoding would give word for word.
         """
         encoder = Encoder(DEFAULT_PATH)
         results: dict[str, float] = {}
