@@ -80,6 +80,7 @@ PROMPT_LOGIT_TOKENS = 512
 # The compile of a grammar may keep the grammar thread from reading what the probe process says.
 PROBE_SEND_TIMEOUT_S = 60.0
 CHAIN_NODES = 1  # the anchor alone: nothing is drafted
+MAX_CAUSE_CHARS = 300  # of a failure's text, in an error that every client gets
 LAST_WORDS_S = 3.0  # for the parent to read a crash report; it ends this process soon after
 # L-15: a single tick may take this much longer than the longest of the warm-up before its rank looks dead.
 TICK_MARGIN = 3
@@ -330,7 +331,8 @@ class Rank:
         deadline_ns = time.monotonic_ns() + int(LAST_WORDS_S * 1e9)
         try:
             self._parent.send_nowait(MetricsFrame(f"rank{name}", *self._tally.frame()))
-            self._parent.send_nowait(CrashReport(self._wiring.dp_rank, msgspec.json.encode(report)))
+            words = (describe_cause(error), is_consequence(error), msgspec.json.encode(report))
+            self._parent.send_nowait(CrashReport(self._wiring.dp_rank, *words))
             while not self._parent.flush_nowait() and time.monotonic_ns() < deadline_ns:
                 time.sleep(0.001)
         except PeerError:
@@ -484,6 +486,20 @@ def describe(record: TickRecord) -> dict[str, object]:
         "rows": record.rows,
         "settled": record.settled,
     }
+
+
+def describe_cause(error: Exception) -> str:
+    """A failure in one line that a client may read: its class, the code of an exchange, and what it says."""
+    code = f" {error.code}" if isinstance(error, ExchangeError) else ""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}{code}: {text[:MAX_CAUSE_CHARS]}"
+
+
+def is_consequence(error: Exception) -> bool:
+    """Whether another process has more to say of this failure: it ended, left, fell silent or failed first."""
+    if isinstance(error, ExchangeError):
+        return error.code in ("PEER_DEAD", "PEER_LEFT", "PEER_ERROR")
+    return isinstance(error, PeerError)
 
 
 def _all_frames() -> list[FrameType]:

@@ -32,7 +32,7 @@ from dsparkd.config import (
     WatchdogConfig,
     resolve,
 )
-from dsparkd.errors import ConfigError, ExchangeError, PeerError
+from dsparkd.errors import ConfigError, ExchangeError, InvariantError, PeerError
 from dsparkd.executor.plan import StepKind
 from dsparkd.ipc.board import BoardReader, open_board
 from dsparkd.ipc.channel import Channel
@@ -470,6 +470,27 @@ def test_the_code_of_a_failed_exchange_is_counted_and_told_at_once(built: rank.R
     assert frame.values["dsparkd_exchange_errors_total\x000\x00PEER_DEAD"] == 1
     assert isinstance(report, CrashReport)
     assert "rank 1 ended" in json.loads(report.report)["error"]
+    assert report.cause == "ExchangeError PEER_DEAD: dsx: rank 1 ended"
+    assert report.is_consequence
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "blames_another"),
+    [
+        (InvariantError("agreed on 3 tokens,\n planned 2"), "InvariantError: agreed on 3 tokens, planned 2", False),
+        (ZeroDivisionError(), "ZeroDivisionError: no message", False),
+        (RuntimeError("x" * 1000), "RuntimeError: " + "x" * 300, False),
+        (PeerError("the peer rank closed its socket"), "PeerError: the peer rank closed its socket", True),
+        (ExchangeError("dsx: late", code="TIMEOUT", channel=0, sequence=7), "ExchangeError TIMEOUT: dsx: late", False),
+        (ExchangeError("dsx: it", code="PEER_ERROR", channel=0, sequence=7), "ExchangeError PEER_ERROR: dsx: it", True),
+    ],
+)
+def test_a_cause_is_one_short_line_that_says_whether_another_process_failed_first(
+    error: Exception, cause: str, blames_another: bool
+) -> None:
+    """L-38: every client gets it, and the parent chooses between two of them."""
+    assert rank.describe_cause(error) == cause
+    assert rank.is_consequence(error) is blames_another
 
 
 def test_senders_must_be_able_to_wait_for_a_tick() -> None:

@@ -263,6 +263,9 @@ def held_rank(count: int) -> Scenario:
             line.exit_code = server.wait_exit(line.bound_s + 20)
             line.seconds = time.monotonic() - begun
         describe(line, outcomes)
+        causes = [str(fields["error"]) for fields in server.events("server_failed")]
+        if not any("rank 1 did not reach sequence" in cause for cause in causes):
+            line.faults.append(f"the cause is told as {causes}")
 
     return play
 
