@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -169,16 +169,47 @@ def fork(work: Callable[[], object]) -> tuple[int, int]:
     return pid, read_end
 
 
-def keep_gpu_busy(index: int) -> None:
-    """Multiply matrices on one GPU until killed."""
+def keep_gpu_busy(index: int, report: int) -> None:
+    """Multiply matrices on one GPU until killed; writes a byte to report once it is under way."""
     import torch
 
     torch.cuda.set_device(index)
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    is_told = False
     while True:
         for _ in range(20):
             torch.mm(matrix, matrix)
         torch.cuda.synchronize()
+        if not is_told:
+            is_told = os.write(report, b"1") == 1
+
+
+def start_load(index: int) -> int:
+    """Return the pid of a process that keeps a GPU busy. Raises RuntimeError when it cannot."""
+    read_end, write_end = os.pipe()
+    parent_pid = os.getpid()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            system.set_parent_death_signal(parent_pid)  # whatever else fails, no GPU stays busy
+            keep_gpu_busy(index, write_end)
+        finally:
+            os._exit(1)
+    os.close(write_end)
+    is_busy = os.read(read_end, 1) == b"1"
+    os.close(read_end)
+    if not is_busy:
+        os.waitpid(pid, 0)
+        raise RuntimeError(f"GPU {index} cannot be kept busy")
+    return pid
+
+
+def end_load(pid: int) -> None:
+    """Kill it. Raises RuntimeError when it had ended before."""
+    os.kill(pid, signal.SIGKILL)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != -signal.SIGKILL:
+        raise RuntimeError("a GPU did not stay busy")
 
 
 def run_c(
@@ -208,6 +239,19 @@ def run_driver(directory: Path, mode: str, count: int, spin_s: float, cpus: tupl
     return [[int(word) for word in line.split()] for line in told.splitlines()]
 
 
+def two_cores(allowed: Collection[int]) -> tuple[int, ...]:
+    """The first processor that this process may use, and the next one on another core, where there is one."""
+    first, *others = sorted(allowed)
+    siblings = Path(f"/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list")
+    shared: set[int] = set()
+    if siblings.exists():
+        for part in siblings.read_text(encoding="ascii").strip().split(","):
+            low, _, high = part.partition("-")
+            shared |= set(range(int(low), int(high or low) + 1))
+    apart = [cpu for cpu in others if cpu not in shared]
+    return (first, *(apart or others)[:1])
+
+
 def percentiles(values: list[int]) -> dict[str, float]:
     """p50, p99 and the largest, in microseconds."""
     ordered = sorted(values)
@@ -219,9 +263,7 @@ def measure(directory: Path, count: int, cpus: tuple[int, int], busy_gpus: bool)
     """Run both ranks and put their figures together, by kind and series. Raises RuntimeError when a rank fails."""
     kinds = {"native": make_shared(SPIN_S), SLEEPING: make_shared(0.0)}
     peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    loads = [fork(partial(keep_gpu_busy, index)) for index in (0, 1)] if busy_gpus else []
-    if loads:
-        time.sleep(20)  # until both have loaded CUDA and run
+    loads = [start_load(index) for index in (0, 1)] if busy_gpus else []
     alone = run_c(directory, count, kinds, cpus)
     children = [fork(partial(run_rank, rank, cpus[rank], kinds, peers[rank], count)) for rank in (0, 1)]
     told = []
@@ -230,10 +272,8 @@ def measure(directory: Path, count: int, cpus: tuple[int, int], busy_gpus: bool)
             told.append(file.read())
         if os.waitpid(pid, 0)[1] != 0:
             raise RuntimeError("a rank failed")
-    for pid, pipe in loads:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(pipe)
+    for pid in loads:
+        end_load(pid)
     both = [json.loads(text) for text in told]
     figures: Figures = {}
     for name in kinds:
@@ -265,12 +305,11 @@ def main(argv: list[str]) -> int:
     """Measure and print; 0 when no bound is missed that this machine could hold."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench exchange", description="the ranks' agreement")
     parser.add_argument("--count", type=int, default=20_000, help="exchanges of each native series")
-    parser.add_argument("--cpus", help="two cores, one a rank; the first two that this process may use by default")
+    parser.add_argument("--cpus", help="two processors, one a rank; by default the first two cores' of those allowed")
     parser.add_argument("--busy-gpus", action="store_true", help="while both GPUs multiply matrices")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
-    allowed = sorted(os.sched_getaffinity(0))
-    cpus = [int(cpu) for cpu in arguments.cpus.split(",")] if arguments.cpus else allowed[:2]
+    cpus = [int(cpu) for cpu in arguments.cpus.split(",")] if arguments.cpus else two_cores(os.sched_getaffinity(0))
     if len(set(cpus)) != 2:
         parser.error("name two cores: each rank has one to itself")
     begun = time.perf_counter()
