@@ -220,6 +220,7 @@ class Rank:
             CHAIN_NODES,
             model.vocab_size,
             grammar.traversal_timeout_s,
+            grammar.compile_timeout_s,
             pin=config.engine.device == "cuda",
         )
         channel = Channel(
@@ -258,7 +259,7 @@ class Rank:
         texts = Tokenizer.load(Path(config.engine.checkpoint))
         eos_ids = frozenset({executor.model_config.eos_token_id})
         think_end_id = texts.marker_id(THINK_END) if desk is not None else None
-        committer = Committer(self._queue, memory, texts, eos_ids, think_end_id)
+        committer = Committer(self._queue, memory, texts, eos_ids, think_end_id, executor.commit_grammars)
         bounds = Bounds(
             dp_rank=dp_rank,
             queue_items=config.limits.queue_items,

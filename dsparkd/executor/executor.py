@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from dsparkd.config import Config, KVConfig
 from dsparkd.errors import CheckpointError, InvariantError
 from dsparkd.executor.masks import Masker, Masks
-from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
+from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, StepOutput
 from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow
 from dsparkd.executor.staging import Stager, pad_rows
 from dsparkd.kernels.linear import require_row_invariance
@@ -21,6 +22,9 @@ from dsparkd.model.moe import ExpertExchange
 from dsparkd.model.transformer import Transformer
 from dsparkd.model.weights import load_transformer
 from dsparkd.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -119,6 +123,12 @@ class Executor:
         samples, prompts = _sampler_rows(plan, masks)
         words = masks.words if masks is not None else None
         return _step_output(plan, self._sampler.choose(outputs.logits, samples, prompts, words), masks)
+
+    def commit_grammars(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
+        """Tell grammars the last ids of rows that have ended; see Masker.commit."""
+        if self._masker is None:
+            raise InvariantError("a row with a grammar, where grammars are off")
+        return self._masker.commit(matchers)
 
     def close(self) -> None:
         """Let go of weights and pools, so that their memory is free before the process groups end."""

@@ -8,14 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsparkd.errors import InvariantError
+from dsparkd.errors import FatalError, InvariantError
 from dsparkd.executor.plan import PlanRow, RowFailure
 from dsparkd.native.traversal import Traversal, Walk, WalkStatus
+
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
+
+# How often the time of a walk a request may take beyond it, in processor time, over its whole life.
+OVERTIME_FACTOR = 10
+MAX_STUCK = 32  # steps that were given up and still run: each holds a thread and its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,9 @@ class Masks:
 class Masker:
     """Owned by the tick thread. clock: CLOCK_MONOTONIC nanoseconds, as the traversal reads it.
 
-    num_rows: most constrained rows of a step. width: nodes of a chain, at least 1.
+    num_rows: most constrained rows of a step. width: nodes of a chain, at least 1. timeout_s: after it a walk begins with
+    no further node; a request that takes longer is given up when it has taken OVERTIME_FACTOR times as much beyond, in
+    this walk and all before. hang_s: processor time after which a step that was given up must have ended.
     """
 
     def __init__(
@@ -45,6 +55,7 @@ class Masker:
         width: int,
         vocab_size: int,
         timeout_s: float,
+        hang_s: float,
         *,
         pin: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -52,6 +63,7 @@ class Masker:
         self._traversal = traversal
         self._width = width
         self._timeout_ns = int(timeout_s * 1e9)
+        self._hang_s = hang_s
         self._clock = clock
         num_words = -(-vocab_size // 32)
         self._mask = torch.full((num_rows * width, num_words), -1, dtype=torch.int32, pin_memory=pin)
@@ -62,18 +74,13 @@ class Masker:
     def fill(self, rows: Sequence[PlanRow]) -> Masks | None:
         """Tell each grammar what its row kept and find what may follow; None where no row has a grammar.
 
-        Raises InvariantError for a walk that cannot be right.
+        Raises InvariantError for a walk that cannot be right, FatalError for a step that does not end.
         """
         held = [(index, row.matcher) for index, row in enumerate(rows) if row.matcher is not None]
         if not held:
             return None
-        walk = self._walk
-        walk.begin(len(held))
-        for tree, (_, matcher) in enumerate(held):
-            walk.add(matcher.handle, tree, commits=matcher.take_queue())
-        begun_ns = self._clock()
-        self._traversal.run(walk, begun_ns + self._timeout_ns)
-        walk_ns = self._clock() - begun_ns
+        matchers = [matcher for _, matcher in held]
+        walk_ns = self._run(matchers, commits_only=False)
         failures = {}
         for request, (index, _) in enumerate(held):
             failure = self._failure(request)
@@ -81,13 +88,54 @@ class Masker:
                 failures[index] = failure
         return Masks(tuple(index for index, _ in held), self._mask[: len(held) * self._width], failures, walk_ns)
 
+    def commit(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
+        """Tell grammars the ids of rows that take part in no walk any more, and say which of them cannot be right.
+
+        Masks of the last `fill` stay as they are. Raises as `fill`.
+        """
+        self._run(matchers, commits_only=True)
+        sound = (WalkStatus.WALKED, WalkStatus.ENDED)
+        return [
+            None if self._walk.status(request) in sound else self._failure(request) for request in range(len(matchers))
+        ]
+
+    def _run(self, matchers: Sequence[Matcher], *, commits_only: bool) -> int:
+        """Walk, charge each request what it took, and return the nanoseconds of the whole."""
+        walk = self._walk
+        walk.begin(len(matchers), commits_only=commits_only)
+        firsts: dict[int, int] = {}
+        for tree, matcher in enumerate(matchers):
+            left_ns = max(OVERTIME_FACTOR * self._timeout_ns - matcher.overtime_ns, 0)
+            walk.add(
+                matcher.handle,
+                tree,
+                commits=matcher.take_queue(),
+                grammar=firsts.setdefault(id(matcher.compiled), tree),
+                budget_ns=self._timeout_ns + left_ns,
+            )
+        begun_ns = self._clock()
+        self._traversal.run(walk, begun_ns + self._timeout_ns)
+        walk_ns = self._clock() - begun_ns
+        for request, matcher in enumerate(matchers):
+            matcher.overtime_ns += max(int(walk.spent_ns[request]) - self._timeout_ns, 0)
+            matcher.is_stuck = walk.status(request) is WalkStatus.STUCK
+        self._require_ends()
+        return walk_ns
+
+    def _require_ends(self) -> None:
+        """Raise FatalError when what was given up does not end: nothing can stop it, and its memory may grow."""
+        num_stuck, longest_ns = self._traversal.stuck()
+        if num_stuck > MAX_STUCK or longest_ns > self._hang_s * 1e9:
+            longest = f"the longest has taken {longest_ns / 1e9:.1f} s"
+            raise FatalError(f"{num_stuck} grammar steps that were given up do not end; {longest}")
+
     def _failure(self, request: int) -> RowFailure | None:
         """Why a request has not even the row of its next id; all its rows are ones then."""
         walk = self._walk
         match walk.status(request):
             case WalkStatus.WALKED | WalkStatus.LATE if walk.usable_rows[request] > 0:
                 return None
-            case WalkStatus.LATE:
+            case WalkStatus.LATE | WalkStatus.STUCK:
                 text = "the grammar's next step took too long"
                 return RowFailure(504, "grammar_traversal_timeout", text)
             case WalkStatus.COMMIT_REFUSED | WalkStatus.ENDED:

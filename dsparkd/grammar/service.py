@@ -442,6 +442,11 @@ class GrammarService:
         ticket.is_cancelled = True
         self.cache.cancel(ticket)
 
+    def condemn(self, grammar: Grammar) -> None:
+        """Refuse a grammar that passed its probe and then took too long in a request; as long as memory knows of it."""
+        message = "a step along it took too much processor time; its rules can be read in too many ways"
+        self.cache.condemn(grammar, GrammarError(message, code="grammar_too_costly"))
+
     def drain(self) -> list[Ticket]:
         """Return the tickets that are done since the last call, those that waited too long among them; never waits.
 

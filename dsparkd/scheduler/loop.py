@@ -395,6 +395,10 @@ class Loop:
         self._account.advanced(committed.advanced)
         self._deltas += committed.deltas
         self._ended += committed.ended
+        for ended in committed.ended:
+            matcher = ended.request.matcher
+            if matcher is not None and matcher.is_stuck and matcher.grammar is not None:
+                self._desk().condemn(matcher.grammar)
 
     def _deliver(self) -> None:
         """Send all of a tick's deltas as one message, and account for its ends."""

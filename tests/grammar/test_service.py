@@ -761,6 +761,19 @@ def test_who_waits_too_long_gets_504_and_the_others_wait_on(threaded: Callable[.
     assert rig.service.next_deadline_ns() is None
 
 
+def test_a_grammar_whose_step_was_given_up_is_refused_like_one_that_its_probe_refused(
+    threaded: Callable[..., Threaded],
+) -> None:
+    """D-17: 400 grammar_too_costly at once, without a probe or a compile, as long as memory knows of it."""
+    rig = threaded()
+    rig.service.request(grammar())
+    rig.drain(1)
+    rig.service.condemn(grammar())
+    again = rig.service.request(grammar())
+    assert failure(again) == (400, "grammar_too_costly")
+    assert rig.compiler.compiled == ["a"]
+
+
 def test_a_cancelled_request_is_never_heard_of(threaded: Callable[..., Threaded]) -> None:
     """G-19: also when its grammar comes in that very moment."""
     rig = threaded()
@@ -800,13 +813,14 @@ def test_a_bug_in_a_compile_is_not_lost_in_its_thread(threaded: Callable[..., Th
 
 def test_compiles_run_only_when_nothing_else_does(threaded: Callable[..., Threaded]) -> None:
     """decisions 14: workers are scheduled idle; the tick thread and the grammar thread are not."""
+    before = os.sched_getscheduler(0)
     rig = threaded()
     policies: queue.SimpleQueue[int] = queue.SimpleQueue()
     rig.compiler.hook = lambda text: policies.put(os.sched_getscheduler(0))
     rig.service.request(grammar())
     rig.drain(1)
     assert policies.get_nowait() == os.SCHED_IDLE
-    assert os.sched_getscheduler(0) != os.SCHED_IDLE
+    assert os.sched_getscheduler(0) == before
 
 
 def test_an_end_leaves_no_thread_behind(threaded: Callable[..., Threaded]) -> None:
