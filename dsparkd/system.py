@@ -112,8 +112,12 @@ def watchdog_interval_s() -> float | None:
 
 
 def schedule_as_batch() -> None:
-    """Let the kernel treat this process and its later children as batch work: waking, they preempt nobody."""
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    """Let the kernel treat this process and its later children as batch work: waking, they preempt nobody.
+
+    A process that was started in another class than the usual one stays there: somebody chose it.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def schedule_when_idle() -> None:
