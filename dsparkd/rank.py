@@ -173,6 +173,9 @@ class Rank:
         self._tally.set(metrics.GC_FROZEN_OBJECTS, str(dp_rank), to=num_frozen)
         for path in self._paths:
             self._tally.set(metrics.PATH_ACTIVE, str(dp_rank), path.path, to=float(path.state == "active"))
+        if self._grammars is not None:
+            # The probe process imports and measures meanwhile; a request before that would only wait for it.
+            self._grammars.wait_for_probe(timeouts.startup_timeout_s)
         groups.barrier(timeouts.startup_timeout_s)
         self._announce(executor, longest_tick_s, num_frozen)
 

@@ -44,8 +44,8 @@ class Masker:
     """Owned by the tick thread. clock: CLOCK_MONOTONIC nanoseconds, as the traversal reads it.
 
     num_rows: most constrained rows of a step. width: nodes of a chain, at least 1. timeout_s: after it a walk begins
-    with no further node; a request that takes longer is given up when it has taken OVERTIME_FACTOR times as much beyond,
-    in this walk and all before. hang_s: processor time after which a step that was given up must have ended.
+    with no further node; a request whose walks have taken OVERTIME_FACTOR times as much beyond it, over its whole life
+    and in processor time, is given up. hang_s: processor time after which a step that was given up must have ended.
     """
 
     def __init__(

@@ -792,6 +792,25 @@ def test_a_cancelled_request_is_never_heard_of(threaded: Callable[..., Threaded]
     assert rig.service.next_deadline_ns() is None
 
 
+def test_l38_a_rank_is_ready_when_its_probe_process_is(threaded: Callable[..., Threaded]) -> None:
+    """L-38, decisions.md 14: before that a new grammar would only wait, and nobody would know whether for ever."""
+    rig = threaded(sound=False)
+    with pytest.raises(PeerError, match=r"did not answer within 0\.01 s"):
+        rig.service.wait_for_probe(0.01)
+    probe = Channel(rig._theirs, decode_to_probe, send_timeout_s=5, max_pending_bytes=1 << 20)
+    probe.send_nowait(ProbeReady(5.0))
+    rig.service.wait_for_probe(10)
+
+
+def test_l38_a_probe_process_that_ends_at_the_start_is_told_at_once(threaded: Callable[..., Threaded]) -> None:
+    """L-38, L-40: not after the whole time that a start may take."""
+    rig = threaded(sound=False)
+    rig._theirs.close()
+    with pytest.raises(PeerError) as failed:
+        rig.service.wait_for_probe(60)
+    assert "did not answer" not in str(failed.value)
+
+
 def test_a_failure_of_the_grammar_thread_reaches_the_tick_thread(threaded: Callable[..., Threaded]) -> None:
     """decisions 14: it wakes the rank, and the next drain raises."""
     rig = threaded(sound=False)
