@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -81,6 +81,7 @@ PROMPT_LOGIT_TOKENS = 512
 PROBE_SEND_TIMEOUT_S = 60.0
 CHAIN_NODES = 1  # the anchor alone: nothing is drafted
 MAX_CAUSE_CHARS = 300  # of a failure's text, in an error that every client gets
+NUM_AWAKE = 4  # processes that run when a message comes: parent, detokenizer and both ranks
 LAST_WORDS_S = 3.0  # for the parent to read a crash report; it ends this process soon after
 # L-15: a single tick may take this much longer than the longest of the warm-up before its rank looks dead.
 TICK_MARGIN = 3
@@ -278,7 +279,9 @@ class Rank:
         return Loop(
             bounds,
             Lines(self._parent, self._detokenizer, exchange, board.publish),
-            Parts(self._queue, memory, planner, committer, executor, desk),
+            Parts(
+                self._queue, memory, planner, committer, executor, desk, choose_seat(dp_rank, os.sched_getaffinity(0))
+            ),
             Account(dp_rank, self._tally, time.monotonic_ns),
             AlarmWatch(config.watchdog.tick_timeout_s),
             time.monotonic_ns,
@@ -371,6 +374,11 @@ class AlarmWatch:
 def choose_spin_s(spin_s: float, cpu_share: float) -> float:
     """How long to look for the peer before sleeping: on a shared core, looking would only keep it from running."""
     return spin_s if cpu_share >= 2 else 0.0
+
+
+def choose_seat(dp_rank: int, processors: Collection[int]) -> system.Seat | None:
+    """A processor for this rank to wake on, where there are two but not one for each process that may be awake then."""
+    return system.Seat(dp_rank, processors) if 2 <= len(processors) < NUM_AWAKE else None
 
 
 def exchange_paths(config: ExchangeConfig, spin_s: float) -> tuple[PathState, ...]:

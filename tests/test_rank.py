@@ -556,3 +556,9 @@ def test_a_rank_that_waits_alone_leaves_when_the_parent_ends_all_waits(serve: Ca
     assert code == 70
     assert [line["event"] for line in lines if line["level"] == "error"] == ["teardown_barrier_missed"]
     assert not server.ranks[0].last(StartFailed)
+
+
+@pytest.mark.parametrize(("processors", "has_seat"), [(1, False), (2, True), (3, True), (4, False), (32, False)])
+def test_a_rank_has_a_seat_where_processors_are_few(processors: int, has_seat: bool) -> None:
+    """X-28: with one each, whoever wakes finds its own; on a single one there is nothing to choose."""
+    assert (rank.choose_seat(1, range(processors)) is not None) is has_seat

@@ -190,3 +190,25 @@ system.schedule_as_batch()
 print(os.sched_getscheduler(0))
 """
     assert int(run_python(code).stdout) == getattr(os, after)
+
+
+def test_a_seat_is_one_processor_until_it_is_left() -> None:
+    """X-28: two sleepers that wake on one processor wait for each other, though another one is idle."""
+    code = """
+import os
+from dsparkd.system import Seat
+everywhere = os.sched_getaffinity(0)
+for number in range(3):
+    seat = Seat(number, everywhere)
+    seat.leave()
+    seat.take()
+    assert os.sched_getaffinity(0) == {sorted(everywhere)[number % len(everywhere)]}
+    seat.leave()
+    assert os.sched_getaffinity(0) == everywhere
+    os.sched_setaffinity(0, {min(everywhere)})  # as a manager may, meanwhile
+    seat.leave()
+    assert os.sched_getaffinity(0) == {min(everywhere)}
+    os.sched_setaffinity(0, everywhere)
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")

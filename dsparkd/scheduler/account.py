@@ -93,12 +93,13 @@ class Account:
         """Start timing a tick."""
         self._tick_start_ns = self._lap_ns = self._clock()
 
-    def lap(self, phase: str) -> None:
-        """Give the time since the last lap to a phase."""
+    def lap(self, phase: str) -> int:
+        """Give the time since the last lap to a phase, and return it in nanoseconds."""
         now_ns = self._clock()
         spent_ns, self._lap_ns = now_ns - self._lap_ns, now_ns
         self._laps[phase] = now_ns
         self._phase(phase, spent_ns)
+        return spent_ns
 
     def end_tick(self) -> None:
         """Count the whole tick: the laps of its phases add up to it."""
@@ -109,11 +110,12 @@ class Account:
         self._tally.inc(metrics.SCHEDULER_PHASE_CALLS, self._rank, phase)
         self._peaks.note(metrics.SCHEDULER_PHASE_MAX, self._rank, phase, value_ns=spent_ns, at_ns=self._lap_ns)
 
-    def agreed(self, agreement: Agreement, plan: Plan | None, sequence: int, timing: Timing | None) -> None:
-        """Count one agreement and the step that follows it; without timing, the time since the last lap was its."""
+    def agreed(
+        self, agreement: Agreement, plan: Plan | None, sequence: int, timing: Timing | None, spent_ns: int
+    ) -> None:
+        """Count one agreement and the step that follows it; without timing, spent_ns is all that is known of it."""
         name = Channel.PLAN.name.lower()
         if timing is None:
-            spent_ns = self._clock() - self._lap_ns
             self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_ns / 1e9)
             labels = (self._rank, name, "total")
             self._peaks.note(metrics.EXCHANGE_MAX_SECONDS, *labels, value_ns=spent_ns, at_ns=self._lap_ns)

@@ -73,6 +73,16 @@ class TickWatch(Protocol):
         """Stop it: the rank parks or leaves."""
 
 
+class Seat(Protocol):
+    """Where the tick thread wakes after a park."""
+
+    def take(self) -> None:
+        """Wake on a processor that is not the peer's."""
+
+    def leave(self) -> None:
+        """Run wherever there is room; called after each tick that is followed by another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Limits of the loop; see config.py for their keys."""
@@ -98,7 +108,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a tick works with. grammars: None where requests have none."""
+    """What a tick works with. grammars: None where requests have none; seat: where processors are few."""
 
     queue: RequestQueue
     memory: Memory
@@ -106,6 +116,7 @@ class Parts:
     committer: Committer
     stepper: Stepper
     grammars: GrammarDesk | None = None
+    seat: Seat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +188,12 @@ class Loop:
                 break
             if agreement.park:
                 self._watch.disarm()
+                if self._parts.seat is not None:
+                    self._parts.seat.take()
                 self._park()
+            elif self._parts.seat is not None:
+                # The first step has been launched. From here on a seat would keep this rank behind whoever runs there.
+                self._parts.seat.leave()
         self._watch.arm()
         self._leave()
         self._watch.disarm()
@@ -210,11 +226,12 @@ class Loop:
         runs = agreement.kind is not StepKind.IDLE and not agreement.stop
         plan = self._parts.planner.settle(proposal, agreement.kind) if runs else None
         self._record(agreement, rank0, rank1, plan)
-        exchange = self._lines.exchange
-        self._account.agreed(agreement, plan, exchange.sequence(Channel.PLAN), exchange.timing())
-        self._account.lap("agree")
+        sequence, timing = self._lines.exchange.sequence(Channel.PLAN), self._lines.exchange.timing()
+        spent_ns = self._account.lap("agree")
         if plan is not None:
             self._step(plan, agreement)
+        # Counted behind the step, whose launch a client waits for.
+        self._account.agreed(agreement, plan, sequence, timing, spent_ns)
         self._deliver()
         self._account.lap("commit")
         self._publish(parked=agreement.park)
