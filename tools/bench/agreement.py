@@ -5,7 +5,8 @@
 Each turn starts a server with one kind on the same checkpoint and prompts. idle: the share of a core that a parked rank
 uses. wake: from the parent's sending of the message that wakes a parked pair to its first step, by one clock, and how
 much of it each part took: wake until the rank runs, receive until it has read the message and kicked its peer, plan,
-agree until the peer has come, launch. phases: microseconds a tick under 32 streams, and what clients saw of them.
+agree until the peer has come, launch. foreign: the cores that other programs kept busy meanwhile, on average; above a
+few hundredths the wakes are theirs. phases: microseconds a tick under 32 streams, and what clients saw of them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ Series = Mapping[tuple[str, str], float]  # (name, labels) of /metrics
 
 @dataclass(frozen=True)
 class Turn:
-    """One server's life. wake_us: p50, p99 and the largest of a wake's parts and of their sum, total."""
+    """One server's life. wake_us: p50, p99 and the largest of a wake's parts and of their sum, total.
+
+    foreign_cores: what other programs used of the machine while the wakes were measured.
+    """
 
     kind: str
     idle_share: dict[str, float]
+    foreign_cores: float
     wakes: int
     wakes_within_1ms: int
     wake_us: dict[str, dict[str, float]]
@@ -71,6 +76,17 @@ def cpu_seconds(pid: int) -> float:
     return spent_ns / 1e9
 
 
+def idle_seconds() -> float:
+    """Time that processors had nothing to run, over all of them: idle and waiting for disks."""
+    words = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=6)
+    return (int(words[4]) + int(words[5])) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds(server: Server) -> float:
+    """Time that the server's processes and this one have run."""
+    return sum(cpu_seconds(pid) for pid in (*server.pids(), os.getpid()))
+
+
 def idle_shares(server: Server, seconds: float) -> dict[str, float]:
     """Share of a core that each rank uses while nobody asks for anything."""
     time.sleep(1.0)  # what the readiness probes began has ended
@@ -92,7 +108,7 @@ def wake(server: Server, model: str, count: int) -> None:
         time.sleep(0.02)
 
 
-def run_turn(kind: str, turn: int, idle_s: float, wakes: int) -> Turn:
+def run_turn(kind: str, turn: int, idle_for_s: float, wakes: int) -> Turn:
     """One server with one kind. Raises ServerFailed."""
     checkpoint = ensure_checkpoint().resolve()
     profile = PROFILES["short"]
@@ -101,9 +117,13 @@ def run_turn(kind: str, turn: int, idle_s: float, wakes: int) -> Turn:
     with Server({"engine": engine, "exchange": {"kind": kind}, "log": {"level": "debug"}}) as server:
         server.wait_ready()
         model = str(json.loads(server.get("/v1/models"))["data"][0]["id"])
-        idle = idle_shares(server, idle_s)
+        idle = idle_shares(server, idle_for_s)
         earlier = len(server.events(WAKE_EVENT))
+        begun_s, idle_s, own_s = time.monotonic(), idle_seconds(), own_seconds(server)
         wake(server, model, wakes)
+        seconds = time.monotonic() - begun_s
+        busy = (os.cpu_count() or 1) - (idle_seconds() - idle_s) / seconds
+        foreign = max(0.0, busy - (own_seconds(server) - own_s) / seconds)
         woken = server.wait_event(WAKE_EVENT, count=earlier + 1)[earlier:]
         time.sleep(1.5)  # until the counters of the last second have come
         before = scrape(server)
@@ -111,7 +131,7 @@ def run_turn(kind: str, turn: int, idle_s: float, wakes: int) -> Turn:
         time.sleep(1.5)
         after = scrape(server)
         server.stop()
-    return Turn(kind, idle, *wake_figures(woken), *tick_figures(before, after), seconds_of(served))
+    return Turn(kind, idle, foreign, *wake_figures(woken), *tick_figures(before, after), seconds_of(served))
 
 
 def wake_figures(events: Sequence[Mapping[str, object]]) -> tuple[int, int, dict[str, dict[str, float]]]:
@@ -191,6 +211,7 @@ def render(result: dict[str, object], turns: list[Turn]) -> str:
         idle = ", ".join(f"{name} {100 * share:.2f} %" for name, share in turn.idle_share.items())
         phases = ", ".join(f"{name} {value:.0f}" for name, value in turn.phase_us.items())
         lines.append(f"{turn.kind}: idle {idle} of a core")
+        lines.append(f"  other programs kept {turn.foreign_cores:.2f} cores busy")
         lines.append(f"  {turn.wakes} wakes, {turn.wakes_within_1ms} of them within 1 ms; p50, p99, max in us:")
         for name, us in turn.wake_us.items():
             lines.append(f"    {name:<8} {us['p50']:7.0f} {us['p99']:7.0f} {us['max']:7.0f}")
