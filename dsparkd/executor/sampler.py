@@ -104,8 +104,20 @@ class Sampler:
         host: list[float] = torch.cat([part.reshape(-1) for part in parts]).tolist()
         return self._unpack(host, samples, prompts, wanted, top)
 
-    def _choose(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return each row's winning score [R] float32 and id [R] int64; edits logits."""
+    def distributions(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None = None) -> Tensor:
+        """What `choose` would draw each sample from: [R, V] float32, all on one id where it is greedy. No host sync.
+
+        Arguments as for `choose`, but row i of logits is that of samples[i]. For acceptance by rejection.
+        """
+        self._apply_rules(logits, samples, words)
+        drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
+        probs = torch.zeros_like(logits).scatter_(1, _best(logits)[1][:, None], 1.0)
+        if drawn:
+            probs[drawn] = self._scores(logits[drawn], [samples[i].sampling for i in drawn]).softmax(dim=-1)
+        return probs
+
+    def _apply_rules(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
+        """Edit logits in place by all that comes before temperature."""
         for i, sample in enumerate(samples):
             if _edits(sample):
                 self._edit(logits[i], sample)
@@ -114,6 +126,10 @@ class Sampler:
             self._hold_back_ends(logits[i], sample)
         if self._no_token is not None:
             logits += self._no_token
+
+    def _choose(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return each row's winning score [R] float32 and id [R] int64; edits logits."""
+        self._apply_rules(logits, samples, words)
         drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
         if not drawn:
             return _best(logits)
@@ -173,15 +189,20 @@ class Sampler:
         row.copy_(torch.where(without.isfinite().any(), without, row))
 
     def _noisy(self, logits: Tensor, samples: Sequence[SampleRow]) -> Tensor:
-        """Return temperature-scaled, filtered scores plus noise [R, V]; every row has a temperature above 0."""
+        """Return scores plus noise [R, V]; every row has a temperature above 0."""
         params = [sample.sampling for sample in samples]
+        scores = self._scores(logits, params)
+        keys = torch.tensor([(p.seed, p.choice, s.position) for p, s in zip(params, samples, strict=True)])
+        seeds, choices, positions = keys.to(self._device).unbind(dim=1)
+        return scores.add_(noise.gumbel(seeds, choices, positions, scores.shape[1]))
+
+    def _scores(self, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+        """Return temperature-scaled, filtered scores [R, V]; every row has a temperature above 0."""
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=self._device)
         # log p up to the row's constant, which argmax does not see; the best score is 0 exactly.
         scores = logits.sub(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
         self._filter(scores, params)
-        keys = torch.tensor([(p.seed, p.choice, s.position) for p, s in zip(params, samples, strict=True)])
-        seeds, choices, positions = keys.to(self._device).unbind(dim=1)
-        return scores.add_(noise.gumbel(seeds, choices, positions, scores.shape[1]))
+        return scores
 
     def _filter(self, scores: Tensor, params: Sequence[SamplingParams]) -> None:
         """Apply top_k, top_p and min_p in place, each to the rows that set it."""
