@@ -17,16 +17,32 @@ from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import PlanRow, RowFailure
 from dsparkd.native.traversal import Traversal, Walk, WalkStatus
 
+NO_DRAFT = -1  # no id: every grammar refuses it, so a chain ends before it
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a grammar says of one row's window, which has a logit row for its anchor and each of its drafts.
+
+    place: of its chain among the masks. first: the first logit row that the grammar holds, more than 0 only where
+    it begins behind a draft. usable: leading logit rows that may be drawn from; drafts behind them cannot be accepted.
+    """
+
+    place: int
+    first: int
+    usable: int
+
 
 @dataclass(frozen=True, slots=True)
 class Masks:
     """Masks of one step. Letters: R constrained rows, W width, N words of 32 ids.
 
-    rows: the plan's indices of the constrained rows, ascending. words [R * W, N] int32, on the host: bit id % 32 of
-    word id // 32; row i * W + j holds what may follow draft j of row i. failures: by plan index.
+    rows: by plan index. words [R * W, N] int32, on the host: bit id % 32 of word id // 32; row place * W + j holds what
+    may follow draft j of its row. failures: by plan index.
     """
 
-    rows: tuple[int, ...]
+    rows: dict[int, Held]
+    width: int
     words: Tensor
     failures: dict[int, RowFailure]
     walk_ns: int
@@ -35,7 +51,7 @@ class Masks:
 class Masker:
     """Owned by the tick thread. clock: CLOCK_MONOTONIC nanoseconds, as the traversal reads it.
 
-    num_rows: most constrained rows of a step. width: nodes of a chain, at least 1.
+    num_rows: most constrained rows of a step. width: nodes of a chain, at least 1. think_end_id: ends the reasoning.
     """
 
     def __init__(
@@ -46,10 +62,12 @@ class Masker:
         vocab_size: int,
         timeout_s: float,
         *,
+        think_end_id: int | None = None,
         pin: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._traversal = traversal
+        self.think_end_id = think_end_id
         self._width = width
         self._timeout_ns = int(timeout_s * 1e9)
         self._clock = clock
@@ -59,27 +77,38 @@ class Masker:
         # A step keeps at most a chain of ids of a row, and the next walk hears of them.
         self._walk = Walk(drafts, self._mask.numpy(), vocab_size, max_commits=width)
 
-    def fill(self, rows: Sequence[PlanRow]) -> Masks | None:
-        """Tell each grammar what its row kept and find what may follow; None where no row has a grammar.
+    def fill(self, rows: Sequence[PlanRow], drafts: Sequence[tuple[int, ...]] = ()) -> Masks | None:
+        """Tell each grammar what its row kept and find what may follow that and each of the row's drafts, if any.
 
+        None where no row is held by a grammar. A reasoning row is held from the draft on that ends the reasoning.
         Raises InvariantError for a walk that cannot be right.
         """
-        held = [(index, row.matcher) for index, row in enumerate(rows) if row.matcher is not None]
+        drafts = drafts or ((),) * len(rows)
+        held = [
+            (index, row.matcher, first)
+            for index, (row, drafted) in enumerate(zip(rows, drafts, strict=True))
+            if row.matcher is not None and (first := grammar_start(row, drafted, self.think_end_id)) <= len(drafted)
+        ]
         if not held:
             return None
         walk = self._walk
         walk.begin(len(held))
-        for tree, (_, matcher) in enumerate(held):
-            walk.add(matcher.handle, tree, commits=matcher.take_queue())
+        for tree, (index, matcher, first) in enumerate(held):
+            walk.drafts[tree] = NO_DRAFT
+            walk.drafts[tree, 1 : 1 + len(drafts[index])] = drafts[index]
+            walk.add(matcher.handle, tree, root=first, commits=matcher.take_queue())
         begun_ns = self._clock()
         self._traversal.run(walk, begun_ns + self._timeout_ns)
         walk_ns = self._clock() - begun_ns
-        failures = {}
-        for request, (index, _) in enumerate(held):
-            failure = self._failure(request)
-            if failure is not None:
+        found, failures = {}, {}
+        for place, (index, _, first) in enumerate(held):
+            failure = self._failure(place)
+            # Before its first row the grammar holds nothing; what is wrong with it shows when that row is the anchor's.
+            if failure is not None and first == 0:
                 failures[index] = failure
-        return Masks(tuple(index for index, _ in held), self._mask[: len(held) * self._width], failures, walk_ns)
+            usable = min(max(int(walk.usable_rows[place]), first), 1 + len(drafts[index]))
+            found[index] = Held(place, first, usable)
+        return Masks(found, self._width, self._mask[: len(held) * self._width], failures, walk_ns)
 
     def _failure(self, request: int) -> RowFailure | None:
         """Why a request has not even the row of its next id; all its rows are ones then."""
@@ -104,6 +133,13 @@ class Masker:
     def close(self) -> None:
         """End the traversal's threads."""
         self._traversal.close()
+
+
+def grammar_start(row: PlanRow, drafts: Sequence[int], think_end_id: int | None) -> int:
+    """The first logit row of a window that a grammar holds; behind the window while the reasoning goes on (D-16)."""
+    if not row.is_thinking:
+        return 0
+    return drafts.index(think_end_id) + 1 if think_end_id in drafts else len(drafts) + 1
 
 
 def allowed_ids(words: Tensor, vocab_size: int) -> Tensor:

@@ -68,6 +68,7 @@ class Stager:
         logit_rows = _logit_rows(plan, tokens)
         padded_logits = np.zeros(pad_rows(len(logit_rows)), np.int64)
         padded_logits[: len(logit_rows)] = logit_rows
+        draft_ring = self._geometry.draft_ring_rows if self._geometry.num_draft_stages else 0
         return ForwardInputs(
             num_tokens=tokens.num_tokens,
             input_ids=self._tensor(input_ids),
@@ -75,6 +76,7 @@ class Stager:
             logit_rows=self._tensor(padded_logits),
             num_logits=len(logit_rows),
             attention=self._attention(plan, tokens),
+            draft_store=self._store(tokens, draft_ring) if draft_ring else None,
         )
 
     def _check(self, plan: Plan) -> None:

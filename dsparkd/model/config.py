@@ -110,8 +110,8 @@ class ModelConfig:
         """Rows of a draft block; 0 without a drafter."""
         return self.dspark.block_size if self.dspark is not None else 0
 
-    def kv_geometry(self, page_tokens: int, dtype: Literal["bfloat16", "float32"]) -> KVGeometry:
-        """Sizes of the cached state under that page size and engine dtype."""
+    def kv_geometry(self, page_tokens: int, dtype: Literal["bfloat16", "float32"], drafts: bool = False) -> KVGeometry:
+        """Sizes of the cached state under that page size and engine dtype. drafts: the drafter's keys are kept too."""
         return KVGeometry(
             num_layers=self.num_hidden_layers,
             num_csa_layers=self.compress_ratios.count(CSA_RATIO),
@@ -122,6 +122,7 @@ class ModelConfig:
             gamma=self.gamma,
             page_tokens=page_tokens,
             kv_bytes=4 if dtype == "float32" else 2,
+            num_draft_stages=self.dspark.num_stages if drafts and self.dspark is not None else 0,
         )
 
 

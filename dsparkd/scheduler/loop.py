@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, assert_never
 import msgspec
 
 from dsparkd.errors import ExchangeStopped, InvariantError, PeerError, RequestError
-from dsparkd.executor.plan import Plan, StepKind, StepOutput
+from dsparkd.executor.plan import Plan, Speculation, StepKind, StepOutput
 from dsparkd.ipc.channel import Channel as Line
 from dsparkd.messages import (
     Abort,
@@ -84,6 +84,7 @@ class Bounds:
     max_prefill_streak: int
     heartbeat_s: float
     farewell_s: float
+    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ class Loop:
             raise InvariantError("the tier channel is not used without compact verify")
         self._prefill_streak = agreement.prefill_streak
         runs = agreement.kind is not StepKind.IDLE and not agreement.stop
-        plan = self._parts.planner.settle(proposal, agreement.kind) if runs else None
+        plan = self._parts.planner.settle(proposal, agreement.kind, self._speculation(agreement)) if runs else None
         self._record(agreement, rank0, rank1, plan)
         exchange = self._lines.exchange
         self._account.agreed(agreement, plan, exchange.sequence(Channel.PLAN), exchange.timing())
@@ -221,6 +222,14 @@ class Loop:
         self._account.lap("publish")
         self._account.end_tick()
         return agreement
+
+    def _speculation(self, agreement: Agreement) -> Speculation | None:
+        """How a decode step drafts; a function of agreed values, so both ranks do the same."""
+        most = self._bounds.max_drafts
+        if not most or agreement.kind is not StepKind.DECODE:
+            return None
+        rank0, rank1 = agreement.num_tokens
+        return Speculation(most, (rank0 * (1 + most), rank1 * (1 + most)))
 
     # Receive
 

@@ -162,11 +162,12 @@ class Memory:
         request.move_to(State.PREFILL)
         return True
 
-    def grow(self, request: Request) -> bool:
-        """Make room for one more computed token; False when no page is to be had."""
-        if request.num_computed < len(request.pages) * self.page_tokens:
+    def grow(self, request: Request, count: int = 1) -> bool:
+        """Make room for `count` more computed tokens; False when no page is to be had."""
+        missing = -(-(request.num_computed + count) // self.page_tokens) - len(request.pages)
+        if missing <= 0:
             return True
-        grown = self.tree.allocate_pages(1)
+        grown = self.tree.allocate_pages(missing)
         if grown is None:
             return False
         request.pages += grown

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, StepOutput
+from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, SnapshotSave, StepOutput
 from dsparkd.messages import DetokenizeOptions, Finish, FinishReason, TokenDelta
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
@@ -93,19 +93,24 @@ class Committer:
             request = self._queue.find(row.request_id)
             if request is None:
                 raise InvariantError(f"output of request {row.request_id}, which is not in the queue")
-            self._advance(request, row)
-            if row.slot in saves:
-                save = saves[row.slot]
-                self._memory.keep_prefix(request, save.position, save.snapshot)
+            self._require_place(request, row)
+            save = saves.get(row.slot)
+            if request.state is State.PREFILL:
+                self._advance(request, len(row.input_ids), save)
+                save = None
             _add_prompt_logprobs(request, row, produced)
             if row.sampling is None:
                 continue
             num_before = len(request.output_ids)
+            is_decode = request.state is State.DECODE
             if produced.failure is not None:
                 ending: Ending | None = Ending("error", failure=produced.failure)
             else:
                 ending = self._append(request, produced.token_ids)
             kept = len(request.output_ids) - num_before
+            if is_decode:
+                # The anchor and all kept ids but the last have been through the model.
+                self._advance(request, kept, save)
             if kept:
                 advanced.append((request, kept))
             deltas.append(self._delta(request, produced, kept, ending))
@@ -119,13 +124,22 @@ class Committer:
         delta = self._delta(request, RowOutput(token_ids=()), 0, ending)
         return delta, self._end(request, ending)
 
-    def _advance(self, request: Request, row: PlanRow) -> None:
-        """Count the ids that the step has put through the model."""
+    @staticmethod
+    def _require_place(request: Request, row: PlanRow) -> None:
         if request.num_computed != row.start:
             raise InvariantError(f"request {request.request_id} stands at {request.num_computed}, ran at {row.start}")
-        request.num_computed += len(row.input_ids)
+
+    def _advance(self, request: Request, count: int, save: SnapshotSave | None) -> None:
+        """Count kept ids that have been through the model; a snapshot behind the last of them is worth nothing."""
+        request.num_computed += count
         if request.pending_start is not None:
             self._memory.start(request)
+        if save is None:
+            return
+        if save.position <= request.num_computed:
+            self._memory.keep_prefix(request, save.position, save.snapshot)
+        else:
+            self._memory.tree.free_snapshot(save.snapshot)
 
     def _append(self, request: Request, token_ids: tuple[int, ...]) -> Ending | None:
         """Keep ids up to and including the one that ends the output."""
