@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from dsparkd.errors import InvariantError
 from dsparkd.executor.costs import CostTable
 
+# Steps after which a row's chances are too old to say that drafting does not pay: without drafting there are no new ones,
+# and to draft in vain once in so many steps costs less than two in a hundred.
+LONGEST_AGE_STEPS = 64
 LEAST_SURVIVAL = 1e-6  # a draft that is less likely is not worth a row, however cheap
 
 
@@ -30,8 +33,8 @@ class Budget:
 def plan_budget(table: CostTable, survivals: Sequence[Sequence[float] | None], max_verify: int) -> Budget:
     """Choose how many drafts the next step verifies, for the most tokens a second.
 
-    survivals: of each row, what its last block was given; None for a row that has not drafted yet or not for this
-    request: all its drafts count as certain. At most max_verify drafts of a row. Among equals the fewest win.
+    survivals: of each row, what its last block was given; None for a row that has not drafted yet, or for more than
+    LONGEST_AGE_STEPS: all its drafts count as certain. At most max_verify drafts of a row. Among equals the fewest win.
     Raises InvariantError for a chance outside of 0..1, a length that differs or a block whose chances grow.
     """
     num_rows = len(survivals)
