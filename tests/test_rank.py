@@ -397,7 +397,7 @@ def test_frozen_objects_are_counted_and_spared() -> None:
 
 def test_warm_up_runs_the_largest_steps_on_valid_memory(config: Config) -> None:
     """L-15: the longest tick is measured on the largest prefill and the widest decode; both ranks run the same."""
-    chunk, decode = rank.warm_up_plans(config, num_pages=40)
+    chunk, decode = rank.warm_up_plans(config, num_pages=40, max_drafts=0)
     assert (chunk.kind, chunk.num_tokens) == (StepKind.PREFILL, 256)
     assert (decode.kind, decode.num_tokens) == (StepKind.DECODE, 4)
     for plan in (chunk, decode):

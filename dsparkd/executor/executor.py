@@ -119,15 +119,16 @@ class Executor:
             else:
                 self._pool.load_snapshot(begin.slot, begin.snapshot, begin.position)
         blocks = self._draft(plan, counts)
-        drafts = verify.cut(plan, blocks)
+        drafts = verify.cut(plan, blocks, self._dp_rank)
         step = verify.with_drafts(plan, drafts)
         if plan.speculation is not None:
             counts = plan.speculation.num_tokens
-        if counts[self._dp_rank] != step.num_tokens:
+        if step.num_tokens > counts[self._dp_rank]:
             raise InvariantError(f"{step.num_tokens} tokens to verify in a step agreed on as {counts}")
-        self._exchange.begin_step((pad_rows(counts[0]), pad_rows(counts[1])))
+        padded = (pad_rows(counts[0]), pad_rows(counts[1]))
+        self._exchange.begin_step(padded)
         desk = self._draft_desk
-        inputs = self._stager.stage(step)
+        inputs = self._stager.stage(step, padded[self._dp_rank])
         outputs = self._model.forward(inputs, self._pool, self._exchange, desk.taps if desk is not None else ())
         if desk is not None and outputs.taps is not None:
             desk.keep(outputs.taps, inputs)

@@ -76,14 +76,16 @@ class SnapshotSave:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How a decode step drafts and verifies; the same on both ranks but for the order of nothing.
+    """How a decode step drafts and verifies; equal on both ranks.
 
-    max_drafts: drafts of a row that are verified at most. num_tokens: what each rank verifies, in rank order: its
-    anchors, and drafts as far as this leaves room for them.
+    max_drafts: most drafts of a row that are verified. num_tokens: what each rank verifies at most, in rank order: its
+    anchors, and the likeliest of its drafts as far as this leaves room for them. is_compact: room was made for fewer
+    than all.
     """
 
     max_drafts: int
     num_tokens: tuple[int, int]
+    is_compact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

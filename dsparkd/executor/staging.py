@@ -59,10 +59,13 @@ class Stager:
         self._index_topk = index_topk
         self._device = device
 
-    def stage(self, plan: Plan) -> ForwardInputs:
-        """Lay one plan out. An empty plan gives zero tokens. Raises InvariantError for a row that cannot be right."""
+    def stage(self, plan: Plan, num_padded: int | None = None) -> ForwardInputs:
+        """Lay one plan out. An empty plan gives zero tokens. Raises InvariantError for a row that cannot be right.
+
+        num_padded: tokens with padding, whole row tiles; None for as many as the rows need.
+        """
         self._check(plan)
-        tokens = _lay_out(plan)
+        tokens = _lay_out(plan, pad_rows(plan.num_tokens) if num_padded is None else num_padded)
         input_ids = np.zeros(len(tokens.position), np.int64)
         input_ids[: tokens.num_tokens] = np.fromiter((i for row in plan.rows for i in row.input_ids), np.int64)
         logit_rows = _logit_rows(plan, tokens)
@@ -178,7 +181,7 @@ class Stager:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
-def _lay_out(plan: Plan) -> _Tokens:
+def _lay_out(plan: Plan, num_padded: int) -> _Tokens:
     """Flatten the rows, one behind the other, and pad."""
     rows = plan.rows
     lens = np.array([len(row.input_ids) for row in rows], np.int64)
@@ -186,7 +189,7 @@ def _lay_out(plan: Plan) -> _Tokens:
     slots = np.array([row.slot for row in rows], np.int64)
     offsets = np.cumsum(lens) - lens
     num_tokens = int(lens.sum())
-    num_padding = pad_rows(num_tokens) - num_tokens
+    num_padding = num_padded - num_tokens
     row, position = _ranges(starts, starts + lens)
 
     def padded(values: Ints, padding: Ints) -> Ints:

@@ -14,6 +14,7 @@ import torch
 from dsparkd.errors import InvariantError
 from dsparkd.executor.accept import Block, accept_coupled
 from dsparkd.executor.draft import Blocks
+from dsparkd.executor.lengths import admit
 from dsparkd.executor.masks import Masks, grammar_start
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput
 from dsparkd.executor.sampler import Choices, PromptRow, SampleRow
@@ -21,12 +22,17 @@ from dsparkd.executor.sampler import Choices, PromptRow, SampleRow
 Drafted = tuple[int, ...]
 
 
-def cut(plan: Plan, blocks: Blocks | None) -> tuple[Drafted, ...]:
+def cut(plan: Plan, blocks: Blocks | None, dp_rank: int) -> tuple[Drafted, ...]:
     """Each row's drafts that are verified: the likeliest that the step has room for, each with those before it."""
-    if blocks is None or plan.speculation is None:
+    speculation = plan.speculation
+    if blocks is None or speculation is None:
         return ((),) * len(plan.rows)
-    most = plan.speculation.max_drafts
-    return tuple(ids[:most] for ids in blocks.ids)
+    most = speculation.max_drafts
+    if not speculation.is_compact:
+        return tuple(ids[:most] for ids in blocks.ids)
+    room = speculation.num_tokens[dp_rank] - len(plan.rows)
+    lengths = admit(blocks.survival, room, most)
+    return tuple(ids[:length] for ids, length in zip(blocks.ids, lengths, strict=True))
 
 
 def with_drafts(plan: Plan, drafts: Sequence[Drafted]) -> Plan:

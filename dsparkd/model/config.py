@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dsparkd.errors import CheckpointError
+from dsparkd.config import SpeculationConfig
+from dsparkd.errors import CheckpointError, ConfigError
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO, KVGeometry
 
 # Present in released files, and without meaning for inference here.
@@ -262,6 +263,29 @@ def parse_model_config(values: dict[str, object], where: str = "config.json") ->
     fields.finish()
     _check_shapes(config, where)
     return config
+
+
+def verified_drafts(config: SpeculationConfig, model: ModelConfig) -> int:
+    """Drafts of a row that a step verifies at most, 0 where nothing is drafted.
+
+    Raises ConfigError, with both values, where the configuration and the checkpoint's drafter do not fit (D-03).
+    """
+    if not config.enabled:
+        return 0
+    if not model.gamma:
+        raise ConfigError(
+            "dspark.enabled", True, "the checkpoint has no drafter (dspark_block_size is missing); use false"
+        )
+    if config.gamma is not None and config.gamma != model.gamma:
+        remedy = f"the checkpoint's drafter was made for {model.gamma} (dspark_block_size); use that, or leave it out"
+        raise ConfigError("dspark.gamma", config.gamma, remedy)
+    if config.max_verify is None:
+        return model.gamma
+    if config.max_verify > model.gamma:
+        raise ConfigError(
+            "dspark.max_verify", config.max_verify, f"the checkpoint drafts {model.gamma}; use at most that"
+        )
+    return config.max_verify
 
 
 def _parse_ratios(found: tuple[int, ...], num_layers: int, where: str) -> tuple[int, ...]:

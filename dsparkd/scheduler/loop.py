@@ -42,12 +42,13 @@ from dsparkd.scheduler.agreement import (
     exchanges_tier,
     vote,
 )
-from dsparkd.scheduler.exchange import Exchange, Words
+from dsparkd.scheduler.exchange import NUM_EXTRA, NUM_FIELDS, Exchange, Words
 from dsparkd.scheduler.grammars import GrammarDesk
 from dsparkd.scheduler.policy import Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 from dsparkd.scheduler.results import Committed, Committer, Ended
+from dsparkd.scheduler.speculation import SpeculationPlanner
 
 if TYPE_CHECKING:
     from dsparkd.grammar.cache import Ticket
@@ -84,7 +85,6 @@ class Bounds:
     max_prefill_streak: int
     heartbeat_s: float
     farewell_s: float
-    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a tick works with. grammars: None where requests have none."""
+    """What a tick works with. grammars: None where requests have none. speculation: None where nothing is drafted."""
 
     queue: RequestQueue
     memory: Memory
@@ -107,6 +107,7 @@ class Parts:
     committer: Committer
     stepper: Stepper
     grammars: GrammarDesk | None = None
+    speculation: SpeculationPlanner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +206,14 @@ class Loop:
         agreement = combine(
             rank0, rank1, prefill_streak=self._prefill_streak, max_prefill_streak=self._bounds.max_prefill_streak
         )
-        if exchanges_tier(agreement, compact_verify=False):
-            raise InvariantError("the tier channel is not used without compact verify")
         self._prefill_streak = agreement.prefill_streak
-        runs = agreement.kind is not StepKind.IDLE and not agreement.stop
-        plan = self._parts.planner.settle(proposal, agreement.kind, self._speculation(agreement)) if runs else None
-        self._record(agreement, rank0, rank1, plan)
         exchange = self._lines.exchange
-        self._account.agreed(agreement, plan, exchange.sequence(Channel.PLAN), exchange.timing())
+        self._account.exchanged(Channel.PLAN, exchange.sequence(Channel.PLAN), exchange.timing())
+        plan = None
+        if agreement.kind is not StepKind.IDLE and not agreement.stop:
+            plan = self._parts.planner.settle(proposal, agreement.kind, self._speculate(agreement, proposal))
+        self._record(agreement, rank0, rank1, plan)
+        self._account.agreed(agreement, plan)
         self._account.lap("agree")
         if plan is not None:
             self._step(plan, agreement)
@@ -223,13 +224,20 @@ class Loop:
         self._account.end_tick()
         return agreement
 
-    def _speculation(self, agreement: Agreement) -> Speculation | None:
-        """How a decode step drafts; a function of agreed values, so both ranks do the same."""
-        most = self._bounds.max_drafts
-        if not most or agreement.kind is not StepKind.DECODE:
+    def _speculate(self, agreement: Agreement, proposal: Proposal) -> Speculation | None:
+        """How a decode step drafts: a function of what both ranks know, so both do the same."""
+        planner = self._parts.speculation
+        if planner is None or agreement.kind is not StepKind.DECODE:
             return None
-        rank0, rank1 = agreement.num_tokens
-        return Speculation(most, (rank0 * (1 + most), rank1 * (1 + most)))
+        if not exchanges_tier(agreement, compact_verify=planner.is_compact):
+            return planner.all_drafts(agreement.num_tokens)
+        requests = [self._parts.queue.find(row.request_id) for row in proposal.decode_rows]
+        wanted = planner.wanted([request for request in requests if request is not None])
+        exchange = self._lines.exchange
+        words = Words((wanted,) + (0,) * (NUM_FIELDS - 1), (0,) * NUM_EXTRA, 0)
+        rank0, rank1 = exchange.exchange(Channel.TIER, words)
+        self._account.exchanged(Channel.TIER, exchange.sequence(Channel.TIER), exchange.timing())
+        return planner.compact(agreement.num_tokens, (rank0.fields[0], rank1.fields[0]))
 
     # Receive
 
@@ -398,10 +406,12 @@ class Loop:
         output = self._parts.stepper.step(plan, agreement.num_tokens)
         self._account.lap("launch")
         self._account.masked(plan, output)
+        self._account.drafted(plan, output)
         self._apply(self._parts.committer.commit(plan, output))
 
     def _apply(self, committed: Committed) -> None:
         self._account.advanced(committed.advanced)
+        self._account.truncated(committed.num_truncated)
         self._deltas += committed.deltas
         self._ended += committed.ended
 

@@ -83,6 +83,8 @@ class Request:
         self.branch_tokens = 0  # where the tree's other sequences part from this one
         self.pending_start: SlotStart | None = None
         self.decode_snapshot: tuple[Node, int] | None = None
+        self.survival: tuple[float, ...] | None = None  # chances of the last block that was drafted for it
+        self.steps_since_drafts = 0
 
     @property
     def request_id(self) -> str:
@@ -204,6 +206,7 @@ class Memory:
         request.num_computed = 0
         request.pending_start = None
         request.decode_snapshot = None
+        request.survival = None
 
     def _unlock(self, request: Request) -> None:
         if request.locked is not None:

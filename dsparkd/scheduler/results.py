@@ -54,11 +54,15 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What one step leaves: deltas for the detokenizer, the requests that ended, ids kept of each request."""
+    """What one step leaves: deltas for the detokenizer, the requests that ended, ids kept of each request.
+
+    num_truncated: ids of rows with a grammar that were accepted behind the end of their text.
+    """
 
     deltas: tuple[TokenDelta, ...]
     ended: tuple[Ended, ...]
     advanced: tuple[tuple[Request, int], ...]
+    num_truncated: int = 0
 
 
 class Committer:
@@ -89,6 +93,7 @@ class Committer:
         deltas: list[TokenDelta] = []
         ended: list[Ended] = []
         advanced: list[tuple[Request, int]] = []
+        num_truncated = 0
         for row, produced in zip(plan.rows, output.rows, strict=True):
             request = self._queue.find(row.request_id)
             if request is None:
@@ -108,6 +113,9 @@ class Committer:
             else:
                 ending = self._append(request, produced.token_ids)
             kept = len(request.output_ids) - num_before
+            _note_chances(request, produced)
+            if request.matcher is not None and produced.failure is None:
+                num_truncated += len(produced.token_ids) - kept
             if is_decode:
                 # The anchor and all kept ids but the last have been through the model.
                 self._advance(request, kept, save)
@@ -116,7 +124,7 @@ class Committer:
             deltas.append(self._delta(request, produced, kept, ending))
             if ending is not None:
                 ended.append(self._end(request, ending))
-        return Committed(tuple(deltas), tuple(ended), tuple(advanced))
+        return Committed(tuple(deltas), tuple(ended), tuple(advanced), num_truncated)
 
     def abort(self, request: Request) -> tuple[TokenDelta, Ended]:
         """End a request in whatever state it is; its last delta says so."""
@@ -228,6 +236,15 @@ class Committer:
             self._memory.release(request)
         self._queue.remove(request)
         return Ended(request, ending)
+
+
+def _note_chances(request: Request, produced: RowOutput) -> None:
+    """Keep what the row's block was given, for the budget of a later step."""
+    if produced.num_drafts:
+        request.survival = produced.survival
+        request.steps_since_drafts = 0
+    else:
+        request.steps_since_drafts += 1
 
 
 def _add_prompt_logprobs(request: Request, row: PlanRow, produced: RowOutput) -> None:
