@@ -198,6 +198,7 @@ def test_d15_rows_behind_a_refused_draft_are_ones_and_are_not_usable(
     Chains shorter than the masks' width end where their drafts do.
     """
     masker = masker_of(traversal, width=4)
+    masker.fill([row("long", matcher_of(info, 'root ::= "abcd"'))], [tuple(b"abc")])  # must not be walked again
     masks = masker.fill([row("x", matcher_of(info, 'root ::= "abcd"'))], [tuple(drafts)])
     assert masks is not None
     assert masks.rows[0].usable == usable
