@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dsparkd.errors import InvariantError
 from dsparkd.executor.costs import CostTable
 
-# Steps after which a row's chances are too old to say that drafting does not pay: without drafting there are no new ones,
+# Steps after which chances are too old to say that drafting does not pay: without drafting there are no new ones,
 # and to draft in vain once in so many steps costs less than two in a hundred.
 LONGEST_AGE_STEPS = 64
 LEAST_SURVIVAL = 1e-6  # a draft that is less likely is not worth a row, however cheap
