@@ -84,7 +84,7 @@ def accept_rejection(block: Block, draft_probs: Tensor, target_probs: Tensor, ke
     is_judged = lens < block.verify_lens
     at = lens[:, None]
     stands = is_judged & _padded(passes).gather(1, at).squeeze(1)
-    drawn = _draw(_weights(draft_probs, target_probs, lens, is_judged), keys, lens)
+    drawn = _draw(_weights(ids, draft_probs, target_probs, lens, is_judged), keys, lens)
     last = torch.where(stands, _padded(ids).gather(1, at).squeeze(1), drawn)
     ids = _padded(ids).scatter(1, at, last[:, None])
     return Accepted(lens, ids.masked_fill(_columns(ids) > at, NO_TOKEN))
@@ -124,7 +124,7 @@ def _uniforms(keys: NoiseKeys, count: int) -> Tensor:
     return words.view(positions.shape).double() * 2.0**-32
 
 
-def _weights(draft_probs: Tensor, target_probs: Tensor, lens: Tensor, is_judged: Tensor) -> Tensor:
+def _weights(draft_ids: Tensor, draft_probs: Tensor, target_probs: Tensor, lens: Tensor, is_judged: Tensor) -> Tensor:
     """What the token behind the drafts that stand is drawn from, not normalized: [N, V] float32."""
     rows = torch.arange(lens.shape[0], device=lens.device)
     p = target_probs[rows, lens]
@@ -132,9 +132,11 @@ def _weights(draft_probs: Tensor, target_probs: Tensor, lens: Tensor, is_judged:
         return p
     q = draft_probs[rows, lens.clamp(max=draft_probs.shape[1] - 1)]
     rest = (p - q).clamp_(min=0)
-    # Rounding may leave nothing where the two are all but equal.
-    use_rest = is_judged & (rest.amax(dim=-1) > 0)
-    return torch.where(use_rest[:, None], rest, p)
+    # Rounding may leave nothing where the two are all but equal; what was refused must not come back all the same, or
+    # it would read as accepted.
+    draft = draft_ids.gather(1, lens.clamp(max=draft_probs.shape[1] - 1)[:, None])
+    rest = torch.where((rest.amax(dim=-1) > 0)[:, None], rest, p.scatter(1, draft, 0.0))
+    return torch.where(is_judged[:, None], rest, p)
 
 
 def _draw(weights: Tensor, keys: NoiseKeys, lens: Tensor) -> Tensor:

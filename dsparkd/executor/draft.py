@@ -41,10 +41,12 @@ class Blocks:
 class DraftDesk:
     """The drafter over one rank's rings. Owned by the tick thread.
 
-    exchange: carries the drafter's expert rows; both ranks propose in the same steps.
+    exchange: carries the drafter's expert rows; both ranks propose in the same steps. is_coupled: drafts are drawn for
+    coupled acceptance, else for rejection.
     """
 
-    def __init__(self, drafter: Drafter, pool: KVPool, exchange: ExpertExchange) -> None:
+    def __init__(self, drafter: Drafter, pool: KVPool, exchange: ExpertExchange, *, is_coupled: bool = True) -> None:
+        self.is_coupled = is_coupled
         self._drafter = drafter
         self._pool = pool
         self._exchange = exchange
@@ -56,7 +58,7 @@ class DraftDesk:
     def propose(self, rows: Sequence[PlanRow], num_blocks: tuple[int, int]) -> Blocks:
         """Draft behind each row's last token. num_blocks: both ranks' rows; a rank without any takes part.
 
-        The draws have the noise of their positions, as plain decoding's do, so the two mostly agree.
+        Coupled draws have the noise of their positions, as plain decoding's do, so the two mostly agree.
         """
         counts = [self._drafter.num_padded_rows(count) for count in num_blocks]
         self._exchange.begin_step((counts[0], counts[1]))
@@ -108,6 +110,7 @@ class DraftDesk:
             temperatures=torch.tensor(temperatures, dtype=torch.float32, device=self._drafter.device),
             seeds=self._ids([each.seed for each in params]),
             choices=self._ids([each.choice for each in params]),
+            is_coupled=self.is_coupled,
         )
 
     def _ids(self, values: Sequence[int]) -> Tensor:

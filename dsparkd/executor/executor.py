@@ -9,7 +9,7 @@ import torch
 
 from dsparkd.config import Config, KVConfig
 from dsparkd.errors import CheckpointError, InvariantError
-from dsparkd.executor import verify
+from dsparkd.executor import rejection, verify
 from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, StepOutput
@@ -35,6 +35,7 @@ class Executor:
     model_config: the checkpoint's. weight_bytes: what its parameters take on this rank.
     sizes: how many pages, slots and snapshots there are, the null ones included.
     masker: None where no request has a grammar. draft_desk: None where nothing is drafted.
+    is_coupled: drafts are accepted by the coupled rule, else by rejection.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class Executor:
         tokenizer: Tokenizer,
         masker: Masker | None = None,
         draft_desk: DraftDesk | None = None,
+        *,
+        is_coupled: bool = True,
     ) -> None:
         self.model_config = model.config
         self.weight_bytes = weight_bytes
@@ -58,6 +61,7 @@ class Executor:
         self._exchange = exchange
         self._masker = masker
         self._draft_desk = draft_desk
+        self._is_coupled = is_coupled
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
         self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
 
@@ -91,8 +95,10 @@ class Executor:
         sizes = size_pool(geometry, config, budget)
         pool = KVPool(geometry, sizes, dtype, device)
         progress("pools", pool.device_bytes, pool.device_bytes)
-        desk = DraftDesk(drafter, pool, exchange) if drafter is not None else None
-        return cls(dp_rank, model, weight_bytes, pool, exchange, Tokenizer.load(directory), masker, desk)
+        is_coupled = config.dspark.acceptance == "coupled"
+        desk = DraftDesk(drafter, pool, exchange, is_coupled=is_coupled) if drafter is not None else None
+        tokenizer = Tokenizer.load(directory)
+        return cls(dp_rank, model, weight_bytes, pool, exchange, tokenizer, masker, desk, is_coupled=is_coupled)
 
     @property
     def kv_bytes(self) -> dict[str, int]:
@@ -140,7 +146,10 @@ class Executor:
         masks = masker.fill(step.rows, drafts) if masker is not None else None
         asked = verify.ask(step, drafts, masks, masker.think_end_id if masker is not None else None)
         words = masks.words if masks is not None else None
-        choices = self._sampler.choose(outputs.logits, asked.samples, asked.prompts, words)
+        pick = None
+        if blocks is not None and not self._is_coupled:
+            pick = rejection.picker(blocks, drafts, asked)
+        choices = self._sampler.choose(outputs.logits, asked.samples, asked.prompts, words, pick)
         rows = verify.collect(step, drafts, asked, choices, masks, blocks)
         if masks is None:
             return StepOutput(rows)

@@ -51,7 +51,9 @@ def is_exposed(case: str, rule: Rule, draws: int = 10_000) -> bool:
 
 def test_a_replacement_from_the_whole_distribution_is_exposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest wrong form of rejection: the refused draft's share is given out twice."""
-    monkeypatch.setattr(accept, "_weights", lambda draft, target, lens, judged: target[torch.arange(len(lens)), lens])
+    monkeypatch.setattr(
+        accept, "_weights", lambda ids, draft, target, lens, judged: target[torch.arange(len(lens)), lens]
+    )
 
     assert is_exposed("plain", "rejection")
 
@@ -60,8 +62,8 @@ def test_a_residual_behind_a_cut_is_exposed(monkeypatch: pytest.MonkeyPatch) -> 
     """A draft that the target never saw was not refused."""
     weights = accept._weights
 
-    def always_rest(draft_probs: Tensor, target_probs: Tensor, lens: Tensor, is_judged: Tensor) -> Tensor:
-        return weights(draft_probs, target_probs, lens, is_judged | (lens < draft_probs.shape[1]))
+    def always_rest(ids: Tensor, draft_probs: Tensor, target_probs: Tensor, lens: Tensor, is_judged: Tensor) -> Tensor:
+        return weights(ids, draft_probs, target_probs, lens, is_judged | (lens < draft_probs.shape[1]))
 
     monkeypatch.setattr(accept, "_weights", always_rest)
 
@@ -156,14 +158,15 @@ def test_a_draft_on_the_last_usable_row_is_kept_when_it_passes_and_replaced_when
 
 
 def test_equal_distributions_accept_every_draft_and_zero_residuals_fall_back() -> None:
-    """min(1, p / q) is 1 then; where rounding leaves no residual, p is drawn from and not the first id."""
+    """min(1, p / q) is 1 then; where rounding leaves no residual, p without the refused draft is drawn from."""
     probs = torch.rand(50, 4, 16, generator=torch.Generator().manual_seed(2)).softmax(-1)
     drafts = torch.randint(0, 16, (50, 3), generator=torch.Generator().manual_seed(3))
     block = Block(drafts, torch.full((50,), 3), torch.full((50,), 4))
 
     assert accept_rejection(block, probs[:, :3], probs, keys_of(50)).lens.tolist() == [3] * 50
     rows, judged = torch.zeros(50, dtype=torch.int64), torch.ones(50, dtype=torch.bool)
-    assert torch.equal(accept._weights(probs[:, :3], probs, rows, judged), probs[:, 0])
+    weights = accept._weights(drafts, probs[:, :3], probs, rows, judged)
+    assert torch.equal(weights, probs[:, 0].scatter(1, drafts[:, :1], 0.0))
 
 
 def test_a_block_without_drafts_yields_one_token() -> None:

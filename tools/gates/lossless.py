@@ -196,17 +196,25 @@ class Gate:
     def lengths(self) -> list[Length]:
         """What each acceptance rule accepts of the copies and others at three temperatures."""
         found = []
+        asked = {
+            temperature: [
+                Item(item.prompt, {"temperature": temperature, "seed": index}, MAX_TOKENS)
+                for index, item in enumerate(self._alone)
+            ]
+            for temperature in TEMPERATURES
+        }
         for acceptance in RULES:
             speculation = merge(self._speculation(self._gamma), {"dspark": {"acceptance": acceptance}})
             with self._server(speculation) as server:
                 client = Client(server.wait_ready().base_url)
                 for temperature in TEMPERATURES:
                     before = _accepted(client)
-                    items = [
-                        Item(item.prompt, {"temperature": temperature, "seed": index}, MAX_TOKENS)
-                        for index, item in enumerate(self._alone)
-                    ]
-                    client.complete_all(items, CONCURRENCY, lambda index: index % 2)
+                    items = asked[temperature]
+                    if temperature == 0:  # without chance both rules are one
+                        name = f"greedy, {acceptance}"
+                        self._take(name, client, items, CONCURRENCY, lambda index: index % 2, _anything)
+                    else:
+                        client.complete_all(items, CONCURRENCY, lambda index: index % 2)
                     tokens, steps = (now - then for now, then in zip(_accepted(client), before, strict=True))
                     found.append(Length(acceptance, temperature, int(steps), tokens / max(1.0, steps)))
         return found
