@@ -200,9 +200,15 @@ class MetricsFrame(Message, frozen=True, tag=True):
 
 
 class CrashReport(Message, frozen=True, tag=True):
-    """What a failing rank knows of its end; the last thing that it sends. report: a JSON object."""
+    """What a failing rank knows of its end; the last thing that it sends.
+
+    cause: one line. is_consequence: another process' end or failure brought it about, as far as this rank can tell.
+    report: a JSON object.
+    """
 
     dp_rank: int
+    cause: str
+    is_consequence: bool
     report: bytes
 
 

@@ -207,7 +207,10 @@ SCHEDULER_REQUESTS = _family(
 RETRACTIONS = _family("retractions_total", "counter", "Decode rows put back to the queue for want of memory.")
 PARKS = _family("parks_total", "counter", "Times that the idle rank went to sleep.")
 UNPARK_SECONDS = _family(
-    "unpark_seconds", "histogram", "From a message that wakes a parked rank to its first step.", buckets=_WAKE_BUCKETS
+    "unpark_seconds",
+    "histogram",
+    "From a message that wakes a parked rank, as the parent sends it, to its first step.",
+    buckets=_WAKE_BUCKETS,
 )
 GC_FROZEN_OBJECTS = _family("gc_frozen_objects", "gauge", "Objects in the collector's permanent generation.")
 KV_PAGES = _family(

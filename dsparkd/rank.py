@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
@@ -81,6 +81,8 @@ MAX_PENDING_BYTES = 64 << 20
 PROMPT_LOGIT_TOKENS = 512
 # The compile of a grammar may keep the grammar thread from reading what the probe process says.
 PROBE_SEND_TIMEOUT_S = 60.0
+MAX_CAUSE_CHARS = 300  # of a failure's text, in an error that every client gets
+NUM_AWAKE = 4  # processes that run when a message comes: parent, detokenizer and both ranks
 LAST_WORDS_S = 3.0  # for the parent to read a crash report; it ends this process soon after
 # L-15: a single tick may take this much longer than the longest of the warm-up before its rank looks dead.
 TICK_MARGIN = 3
@@ -185,6 +187,9 @@ class Rank:
         self._tally.set(metrics.GC_FROZEN_OBJECTS, str(dp_rank), to=num_frozen)
         for path in self._paths:
             self._tally.set(metrics.PATH_ACTIVE, str(dp_rank), path.path, to=float(path.state == "active"))
+        if self._grammars is not None:
+            # The probe process imports and measures meanwhile; a request before that would only wait for it.
+            self._grammars.wait_for_probe(timeouts.startup_timeout_s)
         groups.barrier(timeouts.startup_timeout_s)
         self._announce(executor, longest_tick_s, num_frozen)
 
@@ -233,6 +238,7 @@ class Rank:
             1 + self._max_drafts,
             model.vocab_size,
             grammar.traversal_timeout_s,
+            grammar.compile_timeout_s,
             think_end_id=tokenizer.marker_id(THINK_END),
             pin=config.engine.device == "cuda",
         )
@@ -273,7 +279,7 @@ class Rank:
         texts = Tokenizer.load(Path(config.engine.checkpoint))
         eos_ids = frozenset({executor.model_config.eos_token_id})
         think_end_id = texts.marker_id(THINK_END) if desk is not None else None
-        committer = Committer(self._queue, memory, texts, eos_ids, think_end_id)
+        committer = Committer(self._queue, memory, texts, eos_ids, think_end_id, executor.commit_grammars)
         bounds = Bounds(
             dp_rank=dp_rank,
             queue_items=config.limits.queue_items,
@@ -289,7 +295,16 @@ class Rank:
         return Loop(
             bounds,
             Lines(self._parent, self._detokenizer, exchange, board.publish),
-            Parts(self._queue, memory, planner, committer, executor, desk, self._speculation),
+            Parts(
+                self._queue,
+                memory,
+                planner,
+                committer,
+                executor,
+                desk,
+                choose_seat(dp_rank, os.sched_getaffinity(0)),
+                self._speculation,
+            ),
             Account(dp_rank, self._tally, time.monotonic_ns),
             AlarmWatch(config.watchdog.tick_timeout_s),
             time.monotonic_ns,
@@ -346,7 +361,8 @@ class Rank:
         deadline_ns = time.monotonic_ns() + int(LAST_WORDS_S * 1e9)
         try:
             self._parent.send_nowait(MetricsFrame(f"rank{name}", *self._tally.frame()))
-            self._parent.send_nowait(CrashReport(self._wiring.dp_rank, msgspec.json.encode(report)))
+            words = (describe_cause(error), is_consequence(error), msgspec.json.encode(report))
+            self._parent.send_nowait(CrashReport(self._wiring.dp_rank, *words))
             while not self._parent.flush_nowait() and time.monotonic_ns() < deadline_ns:
                 time.sleep(0.001)
         except PeerError:
@@ -381,6 +397,11 @@ class AlarmWatch:
 def choose_spin_s(spin_s: float, cpu_share: float) -> float:
     """How long to look for the peer before sleeping: on a shared core, looking would only keep it from running."""
     return spin_s if cpu_share >= 2 else 0.0
+
+
+def choose_seat(dp_rank: int, processors: Collection[int]) -> system.Seat | None:
+    """A processor for this rank to wake on, where there are two but not one for each process that may be awake then."""
+    return system.Seat(dp_rank, processors) if 2 <= len(processors) < NUM_AWAKE else None
 
 
 def exchange_paths(config: ExchangeConfig, spin_s: float) -> tuple[PathState, ...]:
@@ -525,6 +546,20 @@ def describe(record: TickRecord) -> dict[str, object]:
         "rows": record.rows,
         "settled": record.settled,
     }
+
+
+def describe_cause(error: Exception) -> str:
+    """A failure in one line that a client may read: its class, the code of an exchange, and what it says."""
+    code = f" {error.code}" if isinstance(error, ExchangeError) else ""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}{code}: {text[:MAX_CAUSE_CHARS]}"
+
+
+def is_consequence(error: Exception) -> bool:
+    """Whether another process has more to say of this failure: it ended, left, fell silent or failed first."""
+    if isinstance(error, ExchangeError):
+        return error.code in ("PEER_DEAD", "PEER_LEFT", "PEER_ERROR")
+    return isinstance(error, PeerError)
 
 
 def _all_frames() -> list[FrameType]:

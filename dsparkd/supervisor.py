@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from dsparkd.ipc.channel import AsyncChannel
-    from dsparkd.messages import FromDetokenizer, FromRank, Progress
+    from dsparkd.messages import CrashReport, FromDetokenizer, FromRank, Progress
     from dsparkd.routing.router import Router
 
     BuildApp = Callable[[Config, Router, metrics.Registry], Starlette]
@@ -96,8 +96,21 @@ class Child:
         if self.exit_code is None:
             return f"{who} still runs"
         if self.exit_code < 0:
-            return f"{who} was ended by signal {-self.exit_code}"
+            why = " (its tick took longer than watchdog.tick_timeout_s)" if -self.exit_code == signal.SIGALRM else ""
+            return f"{who} was ended by signal {-self.exit_code}{why}"
         return f"{who} ended with exit code {self.exit_code}"
+
+
+def describe_failure(child: Child, crashes: Mapping[str, CrashReport]) -> str:
+    """Say why the server ends with a child's end. crashes: what failing ranks said, by name, in the order of coming.
+
+    Of two ranks that failed the one is named that blames nobody else: its end is what the other one saw.
+    """
+    if child.exit_code == EXIT_FATAL:
+        first = next((name for name, said in crashes.items() if not said.is_consequence), child.name)
+        if first in crashes:
+            return f"{first} failed: {crashes[first].cause}"
+    return f"{child.describe_end()} unexpectedly"
 
 
 def fork_children(
@@ -333,6 +346,7 @@ class Supervisor:
         self._watch = ChildWatch(children, self._on_unexpected_end, self._registry.tally)
         self._changed = asyncio.Event()  # set whenever something that `_until` waits for may have changed
         self._failure: StartError | FatalError | None = None
+        self._crashes: dict[str, CrashReport] = {}  # by the child's name, in the order of their coming
         self._stop_signals = 0
         self._outstanding = 0  # requests at the moment of a failure
         self._serving = False
@@ -415,6 +429,7 @@ class Supervisor:
             self._registry,
             board=reader.read,
             on_progress=self._on_progress,
+            on_crash=self._on_crash,
         )
 
     async def _run_router(self, router: Router) -> None:
@@ -519,8 +534,12 @@ class Supervisor:
         delay_s = 0.0 if self._serving else CAUSE_WINDOW_S
         if child.exit_code == EXIT_FATAL:
             delay_s += CONSEQUENCE_DELAY_S
-        error = FatalError(f"{child.describe_end()} unexpectedly")
-        asyncio.get_running_loop().call_later(delay_s, self._fail, error)
+        asyncio.get_running_loop().call_later(
+            delay_s, lambda: self._fail(FatalError(describe_failure(child, self._crashes)))
+        )
+
+    def _on_crash(self, report: CrashReport) -> None:
+        self._crashes[f"rank {report.dp_rank}"] = report
 
     def _fail(self, error: StartError | FatalError) -> None:
         """Remember the first failure; it ends the server."""

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import socket
+from collections.abc import Collection
 from pathlib import Path
 
 from dsparkd.errors import CapabilityError, PeerError
@@ -112,8 +113,36 @@ def watchdog_interval_s() -> float | None:
 
 
 def schedule_as_batch() -> None:
-    """Let the kernel treat this process and its later children as batch work: waking, they preempt nobody."""
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    """Let the kernel treat this process and its later children as batch work: waking, they preempt nobody.
+
+    A process that was started in another class than the usual one stays there: somebody chose it.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+class Seat:
+    """A processor of the calling thread's own while it sleeps, and until it gives it up. Owned by that thread.
+
+    Where there are fewer processors than processes, the kernel wakes two sleepers on one when the other is taken for a
+    moment, and leaves them there for half a millisecond although one of them is idle again.
+    """
+
+    def __init__(self, number: int, processors: Collection[int]) -> None:
+        self._all = frozenset(processors)
+        self._own = frozenset({sorted(processors)[number % len(processors)]})
+        self._is_taken = False
+
+    def take(self) -> None:
+        """Run and wake on the own processor alone."""
+        os.sched_setaffinity(0, self._own)
+        self._is_taken = True
+
+    def leave(self) -> None:
+        """Run wherever there is room again; costs nothing when no seat is taken."""
+        if self._is_taken:
+            os.sched_setaffinity(0, self._all)
+            self._is_taken = False
 
 
 def schedule_when_idle() -> None:

@@ -2,7 +2,7 @@
 
 Run as a script with a configuration file. What a child does wrong is chosen by FAKE_RANK0, FAKE_RANK1 and
 FAKE_DETOKENIZER: start_78, start_70, start_exit, start_hang, start_raise, hang_at_shutdown, crash_at_shutdown,
-early_farewell. SIGUSR1 makes a child exit 0, SIGUSR2 exit 1.
+early_farewell, bug_at_crash (a request of the id crash is one too many). SIGUSR1 makes a child exit 0, SIGUSR2 exit 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from dsparkd import config as config_module
 from dsparkd import crash, log, supervisor
 from dsparkd.config import Config, Hardware
-from dsparkd.errors import PeerError, StartError
+from dsparkd.errors import FatalError, InvariantError, PeerError, StartError
 from dsparkd.ipc.board import BoardWriter, open_board
 from dsparkd.ipc.channel import Channel
 from dsparkd.ipc.wiring import DetokenizerWiring, RankWiring, make_wiring
@@ -134,6 +134,8 @@ class FakeRank:
         match message:
             case RoutedBatch():
                 for request in message.requests:
+                    if self.fault == "bug_at_crash" and request.request_id == "crash":
+                        raise InvariantError("fake bug in a tick")
                     self.left[request.request_id] = request.sampling.max_tokens
                     self.parent.send_nowait(Admitted(request.request_id, time.monotonic_ns()))
             case Abort():
@@ -183,9 +185,11 @@ def rank_main(_config: Config, wiring: RankWiring) -> int:
     rank = FakeRank(wiring, os.environ.get(f"FAKE_RANK{wiring.dp_rank}", ""))
     try:
         return rank.run()
-    except PeerError as error:
+    except FatalError as error:
         report = {"error": str(error), "padding": "x" * (1 << 20)}  # more than the socket holds
-        rank.parent.send_nowait(CrashReport(wiring.dp_rank, msgspec.json.encode(report)))
+        rank.parent.send_nowait(
+            CrashReport(wiring.dp_rank, str(error), isinstance(error, PeerError), msgspec.json.encode(report))
+        )
         while not rank.parent.flush_nowait():
             time.sleep(0.001)
         return 70

@@ -32,7 +32,7 @@ from dsparkd.config import (
     WatchdogConfig,
     resolve,
 )
-from dsparkd.errors import ConfigError, ExchangeError, PeerError
+from dsparkd.errors import ConfigError, ExchangeError, InvariantError, PeerError
 from dsparkd.executor.plan import StepKind
 from dsparkd.ipc.board import BoardReader, open_board
 from dsparkd.ipc.channel import Channel
@@ -470,6 +470,27 @@ def test_the_code_of_a_failed_exchange_is_counted_and_told_at_once(built: rank.R
     assert frame.values["dsparkd_exchange_errors_total\x000\x00PEER_DEAD"] == 1
     assert isinstance(report, CrashReport)
     assert "rank 1 ended" in json.loads(report.report)["error"]
+    assert report.cause == "ExchangeError PEER_DEAD: dsx: rank 1 ended"
+    assert report.is_consequence
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "blames_another"),
+    [
+        (InvariantError("agreed on 3 tokens,\n planned 2"), "InvariantError: agreed on 3 tokens, planned 2", False),
+        (ZeroDivisionError(), "ZeroDivisionError: no message", False),
+        (RuntimeError("x" * 1000), "RuntimeError: " + "x" * 300, False),
+        (PeerError("the peer rank closed its socket"), "PeerError: the peer rank closed its socket", True),
+        (ExchangeError("dsx: late", code="TIMEOUT", channel=0, sequence=7), "ExchangeError TIMEOUT: dsx: late", False),
+        (ExchangeError("dsx: it", code="PEER_ERROR", channel=0, sequence=7), "ExchangeError PEER_ERROR: dsx: it", True),
+    ],
+)
+def test_a_cause_is_one_short_line_that_says_whether_another_process_failed_first(
+    error: Exception, cause: str, blames_another: bool
+) -> None:
+    """L-38: every client gets it, and the parent chooses between two of them."""
+    assert rank.describe_cause(error) == cause
+    assert rank.is_consequence(error) is blames_another
 
 
 def test_senders_must_be_able_to_wait_for_a_tick() -> None:
@@ -535,3 +556,9 @@ def test_a_rank_that_waits_alone_leaves_when_the_parent_ends_all_waits(serve: Ca
     assert code == 70
     assert [line["event"] for line in lines if line["level"] == "error"] == ["teardown_barrier_missed"]
     assert not server.ranks[0].last(StartFailed)
+
+
+@pytest.mark.parametrize(("processors", "has_seat"), [(1, False), (2, True), (3, True), (4, False), (32, False)])
+def test_a_rank_has_a_seat_where_processors_are_few(processors: int, has_seat: bool) -> None:
+    """X-28: with one each, whoever wakes finds its own; on a single one there is nothing to choose."""
+    assert (rank.choose_seat(1, range(processors)) is not None) is has_seat

@@ -18,7 +18,8 @@ import pytest
 from dsparkd import metrics, system
 from dsparkd.config import ServerConfig
 from dsparkd.errors import ConfigError, FatalError
-from dsparkd.supervisor import Child, ChildWatch, bind_listener
+from dsparkd.messages import CrashReport
+from dsparkd.supervisor import Child, ChildWatch, bind_listener, describe_failure
 from tools.harness import ROOT, Server, Tables, alive, free_port
 
 FAKE_SERVER = (sys.executable, str(ROOT / "tests" / "fake_server.py"))
@@ -225,6 +226,51 @@ def test_any_end_of_a_child_fails_the_server_readably(server: Server, child: str
     assert child in str(error["error"])
     assert f"error {error['error']}" in text
     assert_nothing_left(server)
+
+
+def test_a_rank_that_fails_by_itself_is_named_with_its_cause_to_log_and_clients() -> None:
+    """L-38: an exit code says nothing to whoever must mend it; the rank told why before it left."""
+    with fake_server(rank1="bug_at_crash") as server:
+        server.wait_ready(30)
+        stream = Stream(server, "cut", 100_000, rank=0)
+        stream.wait_for_text()
+        assert server.status("/generate?id=crash&tokens=1&rank=1") == 503
+
+        assert server.wait_exit(15) == 70
+
+        (error,) = server.events("server_failed")
+        assert error["error"] == "rank 1 failed: fake bug in a tick"
+        assert "error rank 1 failed: fake bug in a tick" in stream.finish()
+        assert_nothing_left(server)
+
+
+BUG = CrashReport(1, "InvariantError: two", False, b"{}")
+SAW_PEER = CrashReport(0, "ExchangeError PEER_ERROR: one", True, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code", "said", "text"),
+    [
+        ("rank 1", 70, [BUG], "rank 1 failed: InvariantError: two"),
+        ("rank 0", 70, [SAW_PEER, BUG], "rank 1 failed: InvariantError: two"),
+        ("rank 0", 70, [SAW_PEER], "rank 0 failed: ExchangeError PEER_ERROR: one"),
+        ("detokenizer", 70, [SAW_PEER], "detokenizer (pid 7) ended with exit code 70 unexpectedly"),
+        ("rank 1", -9, [SAW_PEER], "rank 1 (pid 7) was ended by signal 9 unexpectedly"),
+        ("rank 1", 70, [], "rank 1 (pid 7) ended with exit code 70 unexpectedly"),
+        (
+            "rank 1",
+            -14,
+            [SAW_PEER],
+            "rank 1 (pid 7) was ended by signal 14 (its tick took longer than watchdog.tick_timeout_s) unexpectedly",
+        ),
+    ],
+)
+def test_the_first_cause_is_told_and_not_what_it_brought_about(
+    name: str, exit_code: int, said: list[CrashReport], text: str
+) -> None:
+    """L-38: whichever end is seen first, and whichever report is read first."""
+    child = Child(name, "rank", 7, -1, exit_code)
+    assert describe_failure(child, {f"rank {report.dp_rank}": report for report in said}) == text
 
 
 def test_a_failure_leaves_one_report_of_parent_and_ranks(server: Server, tmp_path: Path) -> None:

@@ -177,3 +177,38 @@ def test_the_cpu_share_is_the_least_quota_on_the_way_up(tmp_path: Path, monkeypa
     assert system.cpu_share_available(root, membership) == 1.5
     membership.unlink()
     assert system.cpu_share_available(root, membership) == 4
+
+
+@pytest.mark.parametrize(("before", "after"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+def test_batch_scheduling_leaves_a_class_that_somebody_chose(before: str, after: str) -> None:
+    """Who starts a server in the idle class does not want it to disturb anybody."""
+    code = f"""
+import os
+from dsparkd import system
+os.sched_setscheduler(0, os.{before}, os.sched_param(0))
+system.schedule_as_batch()
+print(os.sched_getscheduler(0))
+"""
+    assert int(run_python(code).stdout) == getattr(os, after)
+
+
+def test_a_seat_is_one_processor_until_it_is_left() -> None:
+    """X-28: two sleepers that wake on one processor wait for each other, though another one is idle."""
+    code = """
+import os
+from dsparkd.system import Seat
+everywhere = os.sched_getaffinity(0)
+for number in range(3):
+    seat = Seat(number, everywhere)
+    seat.leave()
+    seat.take()
+    assert os.sched_getaffinity(0) == {sorted(everywhere)[number % len(everywhere)]}
+    seat.leave()
+    assert os.sched_getaffinity(0) == everywhere
+    os.sched_setaffinity(0, {min(everywhere)})  # as a manager may, meanwhile
+    seat.leave()
+    assert os.sched_getaffinity(0) == {min(everywhere)}
+    os.sched_setaffinity(0, everywhere)
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")

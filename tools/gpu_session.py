@@ -1,11 +1,12 @@
 """What a session on the GPU host runs, part by part, with result files that say where and of what they are.
 
-    python -m tools.gpu_session --part nano|quality|suite --out DIR [--commit ID]
+    python -m tools.gpu_session --part nano|quality|suite|exchange --out DIR [--commit ID]
 
 nano: the cuda_ids gate and the tests marked gpu and gpu2. quality: the whole exam of the shipped checkpoint, served on
 two GPUs. suite: the cpu test suite, on that host's Python and torch, without tests/test_unit_file.py, which needs
-systemd. Each part ends within ten minutes, writes DIR/PART.json and the
-output of each step, and prints a short table last. Without a .git directory beside it, name the commit.
+systemd. exchange: the ranks' agreement beside gloo, on an idle host and while both GPUs are busy (needs a C compiler).
+Each part ends within ten minutes, writes DIR/PART.json and the output of each step, and prints a short table last.
+Without a .git directory beside it, name the commit.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ PARTS: dict[str, tuple[Step, ...]] = {
             ),
             570,
         ),
+    ),
+    "exchange": tuple(
+        Step(name, (PYTHON, "-m", "tools.bench", "exchange", "--json", *busy), 200)
+        for name, busy in (("exchange_idle", ()), ("exchange_busy", ("--busy-gpus",)))
     ),
     "suite": (
         Step(

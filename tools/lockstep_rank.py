@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import socket
 import struct
 import time
@@ -206,6 +207,7 @@ def build_loop(ends: Ends, native: NativeExchange, tally: Tally) -> RecordingLoo
             Planner(queue, memory, limits),
             Committer(queue, memory, Texts(), frozenset({EOS})),
             Device(ends),
+            seat=system.Seat(ends.dp_rank, os.sched_getaffinity(0)),
         ),
         Account(ends.dp_rank, tally, time.monotonic_ns),
         Watch(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +13,7 @@ from dsparkd.errors import CheckpointError, InvariantError
 from dsparkd.executor import rejection, verify
 from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.masks import Masker
-from dsparkd.executor.plan import Plan, StepOutput
+from dsparkd.executor.plan import Plan, RowFailure, StepOutput
 from dsparkd.executor.sampler import Sampler
 from dsparkd.executor.staging import Stager, pad_rows
 from dsparkd.kernels.linear import require_row_invariance
@@ -23,6 +24,9 @@ from dsparkd.model.moe import ExpertExchange
 from dsparkd.model.transformer import Transformer
 from dsparkd.model.weights import load_drafter, load_transformer
 from dsparkd.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -162,6 +166,12 @@ class Executor:
         if self._draft_desk is None:
             raise InvariantError("a plan that drafts, where nothing is drafted")
         return self._draft_desk.propose(plan.rows, counts)
+
+    def commit_grammars(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
+        """Tell grammars the last ids of rows that have ended; see Masker.commit."""
+        if self._masker is None:
+            raise InvariantError("a row with a grammar, where grammars are off")
+        return self._masker.commit(matchers)
 
     def close(self) -> None:
         """Let go of weights and pools, so that their memory is free before the process groups end."""

@@ -10,15 +10,15 @@ Chances are survivals: that a draft and all before it in its block are accepted;
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.costs import CostTable
 
-# Steps after which chances are too old to say that drafting does not pay: without drafting there are no new ones,
-# and to draft in vain once in so many steps costs less than two in a hundred.
-LONGEST_AGE_STEPS = 64
+# How much a block's chances count beside what was known of the request: one unlikely block says little of the next.
+NEWS_SHARE = 0.25
 LEAST_SURVIVAL = 1e-6  # a draft that is less likely is not worth a row, however cheap
 
 
@@ -33,8 +33,8 @@ class Budget:
 def plan_budget(table: CostTable, survivals: Sequence[Sequence[float] | None], max_verify: int) -> Budget:
     """Choose how many drafts the next step verifies, for the most tokens a second.
 
-    survivals: of each row, what its last block was given; None for a row that has not drafted yet, or for more than
-    LONGEST_AGE_STEPS: all its drafts count as certain. At most max_verify drafts of a row. Among equals the fewest win.
+    survivals: of each row, what its earlier blocks were given (`blend`); None for a row that has not drafted yet, or
+    not for long: all its drafts count as certain. At most max_verify drafts of a row. Among equals the fewest win.
     Raises InvariantError for a chance outside of 0..1, a length that differs or a block whose chances grow.
     """
     num_rows = len(survivals)
@@ -51,6 +51,14 @@ def plan_budget(table: CostTable, survivals: Sequence[Sequence[float] | None], m
         if rate > most:
             best, most = count, rate
     return Budget(best, pays=most >= plain)
+
+
+def blend(known: Sequence[float] | None, block: Sequence[float]) -> tuple[float, ...]:
+    """What a request's chances are known to be after a block: a mean that forgets. None: certain till now."""
+    before = known if known is not None else (1.0,) * len(block)
+    mixed = (old + NEWS_SHARE * (new - old) for old, new in zip(before, block, strict=True))
+    # A rounding must not let them grow.
+    return tuple(itertools.accumulate(mixed, min))
 
 
 def admit(survivals: Sequence[Sequence[float]], num_drafts: int, max_verify: int) -> tuple[int, ...]:

@@ -8,16 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsparkd.errors import InvariantError
+from dsparkd.errors import FatalError, InvariantError
 from dsparkd.executor.plan import PlanRow, RowFailure
 from dsparkd.native.traversal import Traversal, Walk, WalkStatus
 
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
+
 NO_DRAFT = -1  # no id: every grammar refuses it, so a chain ends before it
+# How often the time of a walk a request may take beyond it, in processor time, over its whole life.
+OVERTIME_FACTOR = 10
+MAX_STUCK = 32  # steps that were given up and still run: each holds a thread and its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,10 @@ class Masks:
 class Masker:
     """Owned by the tick thread. clock: CLOCK_MONOTONIC nanoseconds, as the traversal reads it.
 
-    num_rows: most constrained rows of a step. width: nodes of a chain, at least 1. think_end_id: ends the reasoning.
+    num_rows: most constrained rows of a step. width: nodes of a chain, at least 1. timeout_s: after it a walk begins
+    with no further node; a request whose walks have taken OVERTIME_FACTOR times as much beyond it, over its whole life
+    and in processor time, is given up. hang_s: processor time after which a step that was given up must have ended.
+    think_end_id: ends the reasoning.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class Masker:
         width: int,
         vocab_size: int,
         timeout_s: float,
+        hang_s: float,
         *,
         think_end_id: int | None = None,
         pin: bool = False,
@@ -70,6 +81,7 @@ class Masker:
         self.think_end_id = think_end_id
         self._width = width
         self._timeout_ns = int(timeout_s * 1e9)
+        self._hang_s = hang_s
         self._clock = clock
         num_words = -(-vocab_size // 32)
         self._mask = torch.full((num_rows * width, num_words), -1, dtype=torch.int32, pin_memory=pin)
@@ -81,7 +93,7 @@ class Masker:
         """Tell each grammar what its row kept and find what may follow that and each of the row's drafts, if any.
 
         None where no row is held by a grammar. A reasoning row is held from the draft on that ends the reasoning.
-        Raises InvariantError for a walk that cannot be right.
+        Raises InvariantError for a walk that cannot be right, FatalError for a step that does not end.
         """
         drafts = drafts or ((),) * len(rows)
         held = [
@@ -91,24 +103,62 @@ class Masker:
         ]
         if not held:
             return None
+        for tree, (index, _, _) in enumerate(held):
+            self._walk.drafts[tree] = NO_DRAFT
+            self._walk.drafts[tree, 1 : 1 + len(drafts[index])] = drafts[index]
+        walk_ns = self._run([matcher for _, matcher, _ in held], [first for _, _, first in held], commits_only=False)
+        found, failures = {}, {}
+        for place, (index, matcher, first) in enumerate(held):
+            failure = self._failure(place)
+            # Before its first row the grammar holds nothing; what is wrong with it shows when that row is the anchor's,
+            # unless nothing may be asked of it any more.
+            if failure is not None and (first == 0 or matcher.is_stuck):
+                failures[index] = failure
+            usable = min(max(int(self._walk.usable_rows[place]), first), 1 + len(drafts[index]))
+            found[index] = Held(place, first, usable)
+        return Masks(found, self._width, self._mask[: len(held) * self._width], failures, walk_ns)
+
+    def commit(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
+        """Tell grammars the ids of rows that take part in no walk any more, and say which of them cannot be right.
+
+        Masks of the last `fill` stay as they are. Raises as `fill`.
+        """
+        self._run(matchers, [0] * len(matchers), commits_only=True)
+        sound = (WalkStatus.WALKED, WalkStatus.ENDED)
+        return [
+            None if self._walk.status(request) in sound else self._failure(request) for request in range(len(matchers))
+        ]
+
+    def _run(self, matchers: Sequence[Matcher], roots: Sequence[int], *, commits_only: bool) -> int:
+        """Walk from these rows on, charge each request what it took, and return the nanoseconds of the whole."""
         walk = self._walk
-        walk.begin(len(held))
-        for tree, (index, matcher, first) in enumerate(held):
-            walk.drafts[tree] = NO_DRAFT
-            walk.drafts[tree, 1 : 1 + len(drafts[index])] = drafts[index]
-            walk.add(matcher.handle, tree, root=first, commits=matcher.take_queue())
+        walk.begin(len(matchers), commits_only=commits_only)
+        firsts: dict[int, int] = {}
+        for tree, (matcher, root) in enumerate(zip(matchers, roots, strict=True)):
+            left_ns = max(OVERTIME_FACTOR * self._timeout_ns - matcher.overtime_ns, 0)
+            walk.add(
+                matcher.handle,
+                tree,
+                root=root,
+                commits=matcher.take_queue(),
+                grammar=firsts.setdefault(id(matcher.compiled), tree),
+                budget_ns=self._timeout_ns + left_ns,
+            )
         begun_ns = self._clock()
         self._traversal.run(walk, begun_ns + self._timeout_ns)
         walk_ns = self._clock() - begun_ns
-        found, failures = {}, {}
-        for place, (index, _, first) in enumerate(held):
-            failure = self._failure(place)
-            # Before its first row the grammar holds nothing; what is wrong with it shows when that row is the anchor's.
-            if failure is not None and first == 0:
-                failures[index] = failure
-            usable = min(max(int(walk.usable_rows[place]), first), 1 + len(drafts[index]))
-            found[index] = Held(place, first, usable)
-        return Masks(found, self._width, self._mask[: len(held) * self._width], failures, walk_ns)
+        for request, matcher in enumerate(matchers):
+            matcher.overtime_ns += max(int(walk.spent_ns[request]) - self._timeout_ns, 0)
+            matcher.is_stuck = walk.status(request) is WalkStatus.STUCK
+        self._require_ends()
+        return walk_ns
+
+    def _require_ends(self) -> None:
+        """Raise FatalError when what was given up does not end: nothing can stop it, and its memory may grow."""
+        num_stuck, longest_ns = self._traversal.stuck()
+        if num_stuck > MAX_STUCK or longest_ns > self._hang_s * 1e9:
+            longest = f"the longest has taken {longest_ns / 1e9:.1f} s"
+            raise FatalError(f"{num_stuck} grammar steps that were given up do not end; {longest}")
 
     def _failure(self, request: int) -> RowFailure | None:
         """Why a request has not even the row of its next id; all its rows are ones then."""
@@ -116,7 +166,7 @@ class Masker:
         match walk.status(request):
             case WalkStatus.WALKED | WalkStatus.LATE if walk.usable_rows[request] > 0:
                 return None
-            case WalkStatus.LATE:
+            case WalkStatus.LATE | WalkStatus.STUCK:
                 text = "the grammar's next step took too long"
                 return RowFailure(504, "grammar_traversal_timeout", text)
             case WalkStatus.COMMIT_REFUSED | WalkStatus.ENDED:

@@ -62,7 +62,7 @@ class Ticket:
             raise self.outcome
         if self.outcome is None:
             raise InvariantError("a matcher of a grammar that is not there yet")
-        return Matcher(self.outcome.native)
+        return Matcher(self.outcome.native, self.grammar)
 
 
 @dataclass(eq=False)
@@ -172,6 +172,18 @@ class GrammarCache:
                     ticket.source = source
                 ticket.outcome = outcome
         return waiters
+
+    def condemn(self, grammar: Grammar, error: RequestError) -> None:
+        """Refuse a grammar from now on, for as long as a refusal is remembered: it has shown itself in a request."""
+        key_bytes = len(grammar.text.encode())
+        now_ns = self._clock()
+        with self._lock:
+            held = self._entries.pop(grammar, None)
+            if held is not None:
+                self._num_bytes -= held[1]
+            if grammar in self._refused:
+                self._forget_refusal(grammar)
+            self._insert_refusal(grammar, error, key_bytes + ENTRY_OVERHEAD_BYTES, now_ns)
 
     def flush(self) -> None:
         """Forget everything in memory; what is on its way serves those who wait and is not kept."""

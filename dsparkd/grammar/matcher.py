@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import xgrammar
 from xgrammar.tvm_ffi_binding import GrammarMatcher
 
+from dsparkd.messages import Grammar
+
 # Each is over in microseconds, while winning Python's lock back beside a busy thread takes milliseconds.
 _SHORT_METHODS = ("accept_token", "is_terminated", "is_completed", "rollback")
 
@@ -28,14 +30,21 @@ def ffi_matcher(matcher: xgrammar.GrammarMatcher) -> GrammarMatcher:
 class Matcher:
     """The state of one request's grammar; made per request. Owned by the tick thread.
 
-    `handle` is what a walk takes. Ids that the request keeps are queued here and told to XGrammar exactly once: by the
-    next walk, or by `commit` for a row that takes part in none any more.
+    `handle` is what a walk takes. Ids that the request keeps are queued here and told to XGrammar exactly once, by the
+    next walk. `compiled` is shared with the requests of the same grammar; grammar: its text, where that is known.
+
+    overtime_ns: processor time that its walks took beyond what one may. is_stuck: one of them was given up and may
+    still run, so nothing of XGrammar may be called any more.
     """
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+    def __init__(self, compiled: xgrammar.CompiledGrammar, grammar: Grammar | None = None) -> None:
+        self.compiled = compiled
+        self.grammar = grammar
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self.handle = ffi_matcher(self._matcher)
         self._queue: list[int] = []
+        self.overtime_ns = 0
+        self.is_stuck = False
 
     def queue(self, ids: Sequence[int]) -> None:
         """Note ids that the request keeps, in order."""
@@ -47,7 +56,10 @@ class Matcher:
         return taken
 
     def commit(self) -> bool:
-        """Tell XGrammar the queued ids outside of a walk; False when the grammar refuses one (D-11)."""
+        """Tell XGrammar the queued ids here and now; False when the grammar refuses one.
+
+        For tests and tools: it takes as long as the grammar makes it.
+        """
         return all(self._matcher.accept_token(token_id) for token_id in self.take_queue())
 
     @property

@@ -26,7 +26,7 @@ import xgrammar
 from dsparkd import log as log_module
 from dsparkd import system
 from dsparkd.config import GrammarConfig
-from dsparkd.errors import FatalError, GrammarError, InvariantError, RequestError
+from dsparkd.errors import FatalError, GrammarError, InvariantError, PeerError, RequestError
 from dsparkd.grammar import key
 from dsparkd.grammar.cache import Compiled, GrammarCache, Job, Source, Ticket
 from dsparkd.grammar.key import Scope
@@ -128,6 +128,7 @@ class Coordinator:
         self._bytes_per_s = 0.0  # at which bodies are loaded; 0 until the probe process says so
         self._write_logged_ns: int | None = None
         self.events: deque[Event] = deque()  # for the tick thread's metrics
+        self.has_probe = threading.Event()  # the probe process has said that it takes requests
         self.is_closing = False
         self._ending = threading.Lock()
         self._is_closed = False
@@ -237,6 +238,7 @@ class Coordinator:
         match message:
             case ProbeReady():
                 self._bytes_per_s = message.bytes_per_s
+                self.has_probe.set()
             case ProbeBody():
                 self._count("store_decision", message.decision)
             case ProbeVerdict():
@@ -423,6 +425,17 @@ class GrammarService:
             threading.stack_size(before)
         self._running.add_done_callback(lambda _: self._wake())
 
+    def wait_for_probe(self, timeout_s: float) -> None:
+        """Wait until new grammars can be tried. Raises FatalError: the probe process ended, or is not there in time."""
+        if self._running is None:
+            raise InvariantError("a wait for the probe process before the start")
+        self._running.add_done_callback(lambda _: self._coordinator.has_probe.set())
+        answered = self._coordinator.has_probe.wait(timeout_s)
+        if self._running.done():
+            self._running.result()
+        if not answered:
+            raise PeerError(f"the probe process did not answer within {timeout_s:g} s")
+
     def request(self, grammar: Grammar) -> Ticket:
         """Ask for a grammar; the ticket is done at once when memory knows it, else `drain` returns it later.
 
@@ -441,6 +454,11 @@ class GrammarService:
         """Wait no longer: the ticket's request has ended. Others that wait for the same grammar are not touched."""
         ticket.is_cancelled = True
         self.cache.cancel(ticket)
+
+    def condemn(self, grammar: Grammar) -> None:
+        """Refuse a grammar that passed its probe and then took too long in a request; as long as memory knows of it."""
+        message = "a step along it took too much processor time; its rules can be read in too many ways"
+        self.cache.condemn(grammar, GrammarError(message, code="grammar_too_costly"))
 
     def drain(self) -> list[Ticket]:
         """Return the tickets that are done since the last call, those that waited too long among them; never waits.

@@ -62,7 +62,7 @@ class StockTraversal:
         _clear(walk)
         for request in range(walk.num_matchers):
             status = _open_request(walk, request)
-            if status == WalkStatus.WALKED:
+            if status == WalkStatus.WALKED and not walk.commits_only:
                 status = self._walk_one(walk, request, deadline_ns)
             _settle(walk, request, status)
 
@@ -88,6 +88,10 @@ class StockTraversal:
             return WalkStatus.MATCHER_FAILED
         _keep_rows(walk, tree, order, rows)
         return _walk_outcome(walk, tree, root, late and len(order) > 1)
+
+    def stuck(self) -> tuple[int, int]:
+        """None: a step that does not end holds the caller, and its watchdog ends the rank."""
+        return 0, 0
 
     def close(self) -> None:
         """Nothing to end."""
@@ -142,10 +146,12 @@ class BatchedTraversal:
         live = []
         for request in range(walk.num_matchers):
             status = _open_request(walk, request)
-            if status == WalkStatus.WALKED:
+            if status == WalkStatus.WALKED and not walk.commits_only:
                 live.append(request)
             else:
                 _settle(walk, request, status)
+        if walk.commits_only:
+            return
         mask = walk.mask[: walk.num_trees * walk.num_nodes]
         left_s = max((deadline_ns - self._clock()) / 1e9, 1e-9) if deadline_ns else -1.0
         flags = self._call(
@@ -174,6 +180,10 @@ class BatchedTraversal:
             _keep_rows(walk, tree, order, rows)
             _settle(walk, request, _walk_outcome(walk, tree, root, not completed))
 
+    def stuck(self) -> tuple[int, int]:
+        """None, as in StockTraversal."""
+        return 0, 0
+
     def close(self) -> None:
         """The call's object owns its threads."""
 
@@ -191,6 +201,8 @@ def _require_sound(walk: Walk) -> None:
 
 
 def _clear(walk: Walk) -> None:
+    if walk.commits_only:
+        return
     walk.mask[: walk.num_trees * walk.num_nodes] = -1
     walk.nodes[: walk.num_trees] = NodeState.UNSEEN
 
@@ -199,6 +211,7 @@ def _open_request(walk: Walk, request: int) -> WalkStatus:
     """Check a request's matcher and tell it its commits; WALKED when it may be walked."""
     walk.set_message(request, "")
     walk.num_accepted[request] = 0
+    walk.spent_ns[request] = 0
     handle = walk.matchers[request]
     if not isinstance(handle, GrammarMatcher):
         return WalkStatus.BAD_HANDLE
@@ -268,10 +281,13 @@ def _walk_outcome(walk: Walk, tree: int, root: int, late: bool) -> WalkStatus:
 
 def _settle(walk: Walk, request: int, status: WalkStatus) -> None:
     """Write a request's status and usable rows."""
+    walk.statuses[request] = status
+    if walk.commits_only:
+        walk.usable_rows[request] = 0
+        return
     tree, root = int(walk.indices[request]), int(walk.roots[request])
     if status in (WalkStatus.WALKED, WalkStatus.LATE):
         walk.nodes[tree, :root] = NodeState.USABLE
-    walk.statuses[request] = status
     usable = walk.nodes[tree] == NodeState.USABLE
     walk.usable_rows[request] = walk.num_nodes if usable.all() else int(np.argmin(usable))
 

@@ -16,6 +16,7 @@ class _Pointers(Protocol):
 class Struct(Protocol):
     num_matchers: int
     num_trees: int
+    commits_only: int
     deadline_ns: int
 
     def __getitem__(self, index: int) -> int: ...
@@ -30,6 +31,7 @@ class _Library(Protocol):
     DSPARKD_BAD_HANDLE: int
     DSPARKD_REPEATED_HANDLE: int
     DSPARKD_NOT_A_TREE: int
+    DSPARKD_STUCK: int
     DSPARKD_OK: int
     DSPARKD_OTHER_VERSION: int
     DSPARKD_NO_RESOURCES: int
@@ -45,6 +47,7 @@ class _Library(Protocol):
     def dsparkd_traversal_open(self, methods: Struct, num_threads: int, out: Struct) -> int: ...
     def dsparkd_traversal_close(self, pool: object) -> None: ...
     def dsparkd_traversal_walk(self, pool: object, walk: Struct) -> int: ...
+    def dsparkd_traversal_stuck(self, pool: object, longest_ns: Struct) -> int: ...
 
 ffi: _Pointers
 lib: _Library

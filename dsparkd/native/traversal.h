@@ -1,6 +1,10 @@
 /* One call a step for all constrained rows: tells each grammar matcher the tokens that its last step kept, walks the
  * tree of its drafts, writes the mask behind every node and puts the matcher back. Runs on a pool of threads of its own,
- * needs no Python lock, and reaches XGrammar's matchers through the public C interface of apache-tvm-ffi. */
+ * needs no Python lock, and reaches XGrammar's matchers through the public C interface of apache-tvm-ffi.
+ *
+ * Nothing can interrupt a matcher inside a step. The caller therefore never goes into one: a step that has used its
+ * request's budget of processor time is given up. Its thread works on, at idle priority, in memory of its own, holds a
+ * reference to the matcher, and ends with the step; another thread takes its place. */
 #ifndef DSPARKD_NATIVE_TRAVERSAL_H
 #define DSPARKD_NATIVE_TRAVERSAL_H
 
@@ -20,14 +24,16 @@ enum {
   DSPARKD_NO_TOKEN,        /* no token of the vocabulary can follow the root */
   DSPARKD_BAD_HANDLE,      /* null, or an object of another type */
   DSPARKD_REPEATED_HANDLE, /* the same matcher stands before it in the batch */
-  DSPARKD_NOT_A_TREE       /* a node is reached twice, or a link leads out of the tree */
+  DSPARKD_NOT_A_TREE,      /* a node is reached twice, or a link leads out of the tree */
+  DSPARKD_STUCK            /* given up: its step, or one of the same grammar in this walk, used its whole budget */
 };
 
-/* What became of a whole call. Unless it is DSPARKD_OK nothing was read from a matcher and nothing was written. */
+/* What became of a whole call. Unless it is DSPARKD_OK, or DSPARKD_NO_RESOURCES from a walk, nothing was read from a
+ * matcher and nothing was written. */
 enum {
   DSPARKD_OK,
   DSPARKD_OTHER_VERSION, /* built against another tvm-ffi than the one that is loaded */
-  DSPARKD_NO_RESOURCES,  /* memory or threads ran out */
+  DSPARKD_NO_RESOURCES,  /* memory or threads ran out; from a walk: no thread could take the place of a stuck one */
   DSPARKD_FORKED,        /* the pool's threads live in another process */
   DSPARKD_BUSY,          /* another thread is inside a call */
   DSPARKD_BAD_BATCH      /* an index, root or count is out of range, or an index is repeated */
@@ -48,6 +54,7 @@ typedef struct {
   int32_t num_nodes;
   int32_t num_words;          /* 32-bit words of a mask row */
   int32_t max_commits;
+  int32_t commits_only;       /* not 0: tell the commits and walk nothing; mask and nodes are not touched */
   int64_t vocab_size;
   int64_t deadline_ns;        /* CLOCK_MONOTONIC; 0 is none. Looked at between nodes: one node cannot be interrupted */
   void *const *matchers;      /* [m] objects of tvm-ffi */
@@ -55,6 +62,8 @@ typedef struct {
   const int32_t *roots;       /* [m] the node that is accepted already; its draft id is not read */
   const int32_t *num_commits; /* [m] */
   const int64_t *commits;     /* [m, max_commits] token ids, oldest first */
+  const int32_t *grammars;    /* [m] 0..m-1, alike for requests of one grammar */
+  const int64_t *budgets_ns;  /* [m] processor time after which a request is given up; 0 is none */
   const int64_t *next_token;  /* [n], or [b, n] with link_stride n */
   const int64_t *next_sibling;
   int64_t link_stride;        /* 0: all trees have the same links */
@@ -65,10 +74,11 @@ typedef struct {
   int32_t *usable_rows;       /* [m] leading nodes of the tree that are usable: for a chain, all that are */
   int32_t *num_accepted;      /* [m] commits that were accepted */
   int32_t *statuses;          /* [m] DSPARKD_WALKED, ... */
+  int64_t *spent_ns;          /* [m] processor time of those that were not given up */
   char *messages;             /* [m, DSPARKD_MESSAGE_BYTES] what the matcher raised, or empty */
   /* Scratch. */
   int32_t *owners;            /* [b] */
-  int32_t *parents;           /* [b, n] */
+  uint8_t *is_stuck;          /* [m] by grammar */
 } dsparkd_walk;
 
 /* The matcher's methods, as tvm-ffi functions, and the type that they belong to. */
@@ -85,13 +95,18 @@ typedef struct dsparkd_pool dsparkd_pool;
 /* major, minor, patch of the tvm-ffi that this was built against, and of the one that is loaded. */
 void dsparkd_traversal_versions(int32_t built[3], int32_t loaded[3]);
 
-/* num_threads counts the calling thread. Holds a reference to each method until dsparkd_traversal_close. */
+/* num_threads work; the calling thread only waits for them. Holds a reference to each method until dsparkd_traversal_close. */
 int32_t dsparkd_traversal_open(const dsparkd_methods *methods, int32_t num_threads, dsparkd_pool **out);
 
-/* Ends the threads and frees the pool; in a forked child frees nothing, for its locks are of no known state. */
+/* Ends the threads and frees the pool. Frees nothing while a step that was given up still runs, for its thread needs the
+ * pool at its end, and nothing in a forked child, for its locks are of no known state. */
 void dsparkd_traversal_close(dsparkd_pool *pool);
 
-/* The matchers must stay alive, and nobody else may touch them, until it returns. */
+/* The matchers must stay alive, and nobody else may touch them, until it returns. One that was given up must never be
+ * touched again; references to it may go. */
 int32_t dsparkd_traversal_walk(dsparkd_pool *pool, const dsparkd_walk *walk);
+
+/* How many steps that were given up still run, and the processor time of the longest. */
+int32_t dsparkd_traversal_stuck(dsparkd_pool *pool, int64_t *longest_ns);
 
 #endif

@@ -42,6 +42,7 @@ class WalkStatus(IntEnum):
     BAD_HANDLE = lib.DSPARKD_BAD_HANDLE
     REPEATED_HANDLE = lib.DSPARKD_REPEATED_HANDLE
     NOT_A_TREE = lib.DSPARKD_NOT_A_TREE
+    STUCK = lib.DSPARKD_STUCK
 
 
 class NodeState(IntEnum):
@@ -109,16 +110,20 @@ class Walk:
         self.roots = np.zeros(capacity, np.int32)
         self.num_commits = np.zeros(capacity, np.int32)
         self.commits = np.zeros((capacity, max_commits), np.int64)
+        self.commits_only = False
+        self.grammars = np.zeros(capacity, np.int32)
+        self.budgets_ns = np.zeros(capacity, np.int64)
         self.nodes = np.zeros(drafts.shape, np.uint8)
         self.usable_rows = np.zeros(capacity, np.int32)
         self.num_accepted = np.zeros(capacity, np.int32)
         self.statuses = np.zeros(capacity, np.int32)
+        self.spent_ns = np.zeros(capacity, np.int64)
         self._messages = np.zeros((capacity, lib.DSPARKD_MESSAGE_BYTES), np.uint8)
-        self._scratch = (np.zeros(capacity, np.int32), np.zeros(drafts.shape, np.int32))
+        self._scratch = (np.zeros(capacity, np.int32), np.zeros(capacity, np.uint8))
         self.struct = ffi.new("dsparkd_walk *", self._fields())
 
     def _fields(self) -> dict[str, object]:
-        owners, parents = self._scratch
+        owners, is_stuck = self._scratch
         return {
             "num_nodes": self.num_nodes,
             "num_words": self.num_words,
@@ -129,6 +134,8 @@ class Walk:
             "roots": ffi.cast("const int32_t *", self.roots.ctypes.data),
             "num_commits": ffi.cast("const int32_t *", self.num_commits.ctypes.data),
             "commits": ffi.cast("const int64_t *", self.commits.ctypes.data),
+            "grammars": ffi.cast("const int32_t *", self.grammars.ctypes.data),
+            "budgets_ns": ffi.cast("const int64_t *", self.budgets_ns.ctypes.data),
             "next_token": ffi.cast("const int64_t *", self.next_token.ctypes.data),
             "next_sibling": ffi.cast("const int64_t *", self.next_sibling.ctypes.data),
             "link_stride": 0 if self.next_token.ndim == 1 else self.num_nodes,
@@ -138,9 +145,10 @@ class Walk:
             "usable_rows": ffi.cast("int32_t *", self.usable_rows.ctypes.data),
             "num_accepted": ffi.cast("int32_t *", self.num_accepted.ctypes.data),
             "statuses": ffi.cast("int32_t *", self.statuses.ctypes.data),
+            "spent_ns": ffi.cast("int64_t *", self.spent_ns.ctypes.data),
             "messages": ffi.cast("char *", self._messages.ctypes.data),
             "owners": ffi.cast("int32_t *", owners.ctypes.data),
-            "parents": ffi.cast("int32_t *", parents.ctypes.data),
+            "is_stuck": ffi.cast("uint8_t *", is_stuck.ctypes.data),
         }
 
     @property
@@ -148,17 +156,31 @@ class Walk:
         """Requests of this step."""
         return len(self.matchers)
 
-    def begin(self, num_trees: int) -> None:
-        """Start a step of `num_trees` trees, 0..capacity, with no request yet."""
+    def begin(self, num_trees: int, *, commits_only: bool = False) -> None:
+        """Start a step of `num_trees` trees, 0..capacity, with no request yet.
+
+        commits_only: requests are told their commits, and nothing is walked; mask and nodes stay as they are.
+        """
         if not 0 <= num_trees <= self.capacity:
             raise InvariantError(f"a walk of {num_trees} trees in memory for {self.capacity}")
         self.num_trees = num_trees
+        self.commits_only = commits_only
         self.matchers.clear()
 
-    def add(self, matcher: MatcherHandle | None, tree: int, root: int = 0, commits: Sequence[int] = ()) -> int:
+    def add(
+        self,
+        matcher: MatcherHandle | None,
+        tree: int,
+        root: int = 0,
+        commits: Sequence[int] = (),
+        grammar: int | None = None,
+        budget_ns: int = 0,
+    ) -> int:
         """Add a request: `commits` are the ids that the last step kept and its matcher does not know yet.
 
-        Rows before root are left unconstrained. Returns the request's index into usable_rows, statuses and so on.
+        Rows before root are left unconstrained. grammar: the number of the first request of the same grammar, None for
+        a request whose grammar no earlier one has. budget_ns: processor time after which the native pool gives the
+        request up, 0 for none. Returns the request's index into usable_rows, statuses and so on.
         """
         request = len(self.matchers)
         if request == self.capacity or len(commits) > self.max_commits:
@@ -170,6 +192,8 @@ class Walk:
         self.roots[request] = root
         self.num_commits[request] = len(commits)
         self.commits[request, : len(commits)] = commits
+        self.grammars[request] = request if grammar is None else grammar
+        self.budgets_ns[request] = budget_ns
         self.matchers.append(matcher)
         return request
 
@@ -196,6 +220,9 @@ class Traversal(Protocol):
         Each request's outcome is in walk's arrays. Raises InvariantError for a batch that makes no sense.
         """
 
+    def stuck(self) -> tuple[int, int]:
+        """How many steps that were given up still run, and nanoseconds of processor time of the longest."""
+
     def close(self) -> None:
         """End threads; no walk may run."""
 
@@ -221,7 +248,7 @@ class NativeTraversal:
 
     @classmethod
     def open(cls, num_threads: int) -> NativeTraversal:
-        """Find the installed XGrammar's methods and start the pool; num_threads counts the caller.
+        """Find the installed XGrammar's methods and start num_threads threads; who walks only waits for them.
 
         Raises CapabilityError when a method is missing or takes something else than this was written for.
         """
@@ -236,14 +263,24 @@ class NativeTraversal:
             raise InvariantError("a walk on a closed traversal")
         walk.struct.num_matchers = walk.num_matchers
         walk.struct.num_trees = walk.num_trees
+        walk.struct.commits_only = int(walk.commits_only)
         walk.struct.deadline_ns = deadline_ns
         code = lib.dsparkd_traversal_walk(self._pool, walk.struct)
         if code == lib.DSPARKD_FORKED:
             raise InvariantError("a walk in a process forked from the one that opened the traversal")
         if code == lib.DSPARKD_BUSY:
             raise InvariantError("two walks at once on one traversal")
+        if code == lib.DSPARKD_NO_RESOURCES:
+            raise InvariantError("no thread can be started in the place of one whose grammar step does not end")
         if code != lib.DSPARKD_OK:
             raise InvariantError("a walk with an index or root out of range, or two requests for one tree")
+
+    def stuck(self) -> tuple[int, int]:
+        """See Traversal."""
+        if self._pool is None:
+            return 0, 0
+        longest_ns = ffi.new("int64_t[1]")
+        return lib.dsparkd_traversal_stuck(self._pool, longest_ns), longest_ns[0]
 
     def close(self) -> None:
         """See Traversal."""

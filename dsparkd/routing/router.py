@@ -166,7 +166,7 @@ class Router:
     """Owned by the parent's event loop; `run` must run for anything else to move.
 
     board: reads what stands in a rank's place on the load board; raises BoardError. clock: CLOCK_MONOTONIC nanoseconds.
-    on_progress: called for each start-up stage of a child.
+    on_progress: called for each start-up stage of a child. on_crash: called with what a failing rank says of its end.
     """
 
     def __init__(
@@ -179,6 +179,7 @@ class Router:
         board: Callable[[int], LoadSnapshot | None],
         clock: Callable[[], int] = time.monotonic_ns,
         on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_crash: Callable[[CrashReport], None] = lambda report: None,
     ) -> None:
         self.state: State = "starting"
         self._limits = config.limits
@@ -188,6 +189,7 @@ class Router:
         self._registry = registry
         self._clock = clock
         self._on_progress = on_progress
+        self._on_crash = on_crash
         self._read_place = board
         self._board = LoadBoard(config.routing.policy, config.routing.load_refresh_s, clock, self._read_own)
         self._live: dict[str, RequestHandle] = {}
@@ -507,6 +509,7 @@ class Router:
                 self._on_progress(message)
             case CrashReport():
                 self._crash_reports[rank] = message.report
+                self._on_crash(message)
             case RankReady():
                 if message.dp_rank != rank:
                     raise InvariantError(f"the channel of rank {rank} says that it is rank {message.dp_rank}")

@@ -82,7 +82,8 @@ class Account:
         self._clock = clock
         self._tick_start_ns = self._lap_ns = clock()
         self._next_frame_ns = clock()
-        self._woken_ns = self._exchanged_ns = 0
+        self._woken_ns = 0
+        self._laps: dict[str, int] = {}  # by phase: when it last ended
         self._peaks = Peaks()
         self._evictions: dict[str, int] = {}
 
@@ -92,11 +93,13 @@ class Account:
         """Start timing a tick."""
         self._tick_start_ns = self._lap_ns = self._clock()
 
-    def lap(self, phase: str) -> None:
-        """Give the time since the last lap to a phase."""
+    def lap(self, phase: str) -> int:
+        """Give the time since the last lap to a phase, and return it in nanoseconds."""
         now_ns = self._clock()
         spent_ns, self._lap_ns = now_ns - self._lap_ns, now_ns
+        self._laps[phase] = now_ns
         self._phase(phase, spent_ns)
+        return spent_ns
 
     def end_tick(self) -> None:
         """Count the whole tick: the laps of its phases add up to it."""
@@ -113,12 +116,10 @@ class Account:
         kind = "idle_peer" if took_part_idle else agreement.kind.name.lower()
         self._tally.inc(metrics.TICKS, self._rank, kind)
 
-    def exchanged(self, channel: Channel, sequence: int, timing: Timing | None) -> None:
-        """Count one exchange; without timing, the time since the last lap or exchange was its."""
+    def exchanged(self, channel: Channel, sequence: int, timing: Timing | None, spent_ns: int) -> None:
+        """Count one exchange; without timing, spent_ns is all that is known of it."""
         name = channel.name.lower()
         if timing is None:
-            now_ns = self._clock()
-            spent_ns, self._exchanged_ns = now_ns - max(self._lap_ns, self._exchanged_ns), now_ns
             self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_ns / 1e9)
             labels = (self._rank, name, "total")
             self._peaks.note(metrics.EXCHANGE_MAX_SECONDS, *labels, value_ns=spent_ns, at_ns=self._lap_ns)
@@ -147,7 +148,7 @@ class Account:
         self._lap_ns = self._clock()
 
     def woken(self, by_message: bool) -> None:
-        """Count a park's end; a message's way to its first step is timed from here."""
+        """Count a park's end; what a message began is timed to its first step."""
         self.lap("park")
         self._woken_ns = self._lap_ns if by_message else 0
 
@@ -161,8 +162,7 @@ class Account:
         """Stamp the requests that a step holds for the first time."""
         now_ns = self._clock()
         if self._woken_ns:
-            self._tally.observe(metrics.UNPARK_SECONDS, self._rank, value=(now_ns - self._woken_ns) / 1e9)
-            self._woken_ns = 0
+            self._launched_after_park(plan, queue, now_ns)
         for row in plan.rows:
             request = queue.find(row.request_id)
             if request is not None and not request.first_planned_ns:
@@ -171,6 +171,24 @@ class Account:
                 self._tally.observe(metrics.QUEUE_SECONDS, self._rank, value=waited_s)
                 cached = request.cached_tokens or 0
                 self._tally.inc(metrics.CACHED_PROMPT_TOKENS, self._rank, "device", by=cached)
+
+    def _launched_after_park(self, plan: Plan, queue: RequestQueue, now_ns: int) -> None:
+        """Count how long the message that woke this rank took to its first step; a grammar's wait is none of it."""
+        woken_ns, self._woken_ns = self._woken_ns, 0
+        requests = (queue.find(row.request_id) for row in plan.rows)
+        # Its request came with the message; one that had waited for its grammar was delivered before the park.
+        sent_ns = [one.message.dispatched_ns for one in requests if one is not None and one.delivered_ns >= woken_ns]
+        begun_ns = min(sent_ns, default=woken_ns)
+        self._tally.observe(metrics.UNPARK_SECONDS, self._rank, value=(now_ns - begun_ns) / 1e9)
+        log.debug(
+            "launched_after_park",
+            sent_ns=begun_ns,
+            woken_ns=woken_ns,
+            received_ns=self._laps["receive"],
+            planned_ns=self._laps["plan"],
+            agreed_ns=self._laps["agree"],
+            launched_ns=now_ns,
+        )
 
     def advanced(self, steps: Iterable[tuple[Request, int]]) -> None:
         """Count new ids and the time that they took."""

@@ -74,6 +74,16 @@ class TickWatch(Protocol):
         """Stop it: the rank parks or leaves."""
 
 
+class Seat(Protocol):
+    """Where the tick thread wakes after a park."""
+
+    def take(self) -> None:
+        """Wake on a processor that is not the peer's."""
+
+    def leave(self) -> None:
+        """Run wherever there is room; called after each tick that is followed by another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Limits of the loop; see config.py for their keys."""
@@ -99,7 +109,10 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a tick works with. grammars: None where requests have none. speculation: None where nothing is drafted."""
+    """What a tick works with.
+
+    grammars: None where requests have none; seat: where processors are few; speculation: None where nothing is drafted.
+    """
 
     queue: RequestQueue
     memory: Memory
@@ -107,6 +120,7 @@ class Parts:
     committer: Committer
     stepper: Stepper
     grammars: GrammarDesk | None = None
+    seat: Seat | None = None
     speculation: SpeculationPlanner | None = None
 
 
@@ -179,7 +193,12 @@ class Loop:
                 break
             if agreement.park:
                 self._watch.disarm()
+                if self._parts.seat is not None:
+                    self._parts.seat.take()
                 self._park()
+            elif self._parts.seat is not None:
+                # The first step has been launched. From here on a seat would keep this rank behind whoever runs there.
+                self._parts.seat.leave()
         self._watch.arm()
         self._leave()
         self._watch.disarm()
@@ -208,15 +227,17 @@ class Loop:
         )
         self._prefill_streak = agreement.prefill_streak
         exchange = self._lines.exchange
-        self._account.exchanged(Channel.PLAN, exchange.sequence(Channel.PLAN), exchange.timing())
+        sequence, timing = exchange.sequence(Channel.PLAN), exchange.timing()
         plan = None
         if agreement.kind is not StepKind.IDLE and not agreement.stop:
             plan = self._parts.planner.settle(proposal, agreement.kind, self._speculate(agreement, proposal))
         self._record(agreement, rank0, rank1, plan)
-        self._account.agreed(agreement, plan)
-        self._account.lap("agree")
+        spent_ns = self._account.lap("agree")
         if plan is not None:
             self._step(plan, agreement)
+        # Counted behind the step, whose launch a client waits for.
+        self._account.agreed(agreement, plan)
+        self._account.exchanged(Channel.PLAN, sequence, timing, spent_ns)
         self._deliver()
         self._account.lap("commit")
         self._publish(parked=agreement.park)
@@ -235,8 +256,10 @@ class Loop:
         wanted = planner.wanted([request for request in requests if request is not None])
         exchange = self._lines.exchange
         words = Words((wanted,) + (0,) * (NUM_FIELDS - 1), (0,) * NUM_EXTRA, 0)
+        begun_ns = self._clock()
         rank0, rank1 = exchange.exchange(Channel.TIER, words)
-        self._account.exchanged(Channel.TIER, exchange.sequence(Channel.TIER), exchange.timing())
+        spent_ns = self._clock() - begun_ns
+        self._account.exchanged(Channel.TIER, exchange.sequence(Channel.TIER), exchange.timing(), spent_ns)
         return planner.compact(agreement.num_tokens, (rank0.fields[0], rank1.fields[0]))
 
     # Receive
@@ -414,6 +437,10 @@ class Loop:
         self._account.truncated(committed.num_truncated)
         self._deltas += committed.deltas
         self._ended += committed.ended
+        for ended in committed.ended:
+            matcher = ended.request.matcher
+            if matcher is not None and matcher.is_stuck and matcher.grammar is not None:
+                self._desk().condemn(matcher.grammar)
 
     def _deliver(self) -> None:
         """Send all of a tick's deltas as one message, and account for its ends."""

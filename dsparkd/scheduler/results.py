@@ -8,8 +8,9 @@ those that are kept, once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -19,6 +20,9 @@ from dsparkd.messages import DetokenizeOptions, Finish, FinishReason, TokenDelta
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 from dsparkd.text.stops import StopMatcher
+
+if TYPE_CHECKING:
+    from dsparkd.grammar.matcher import Matcher
 
 
 class TokenTexts(Protocol):
@@ -41,7 +45,8 @@ class Ending:
     failure: RowFailure | None = None
 
 
-VIOLATION = RowFailure(500, "grammar_violation", "the answer left its grammar, so a mask was wrong")
+# Tells grammars their queued ids, in one call that returns in bounded time; a failure for each that cannot be right.
+CommitGrammars = Callable[[Sequence["Matcher"]], list[RowFailure | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,20 @@ class Committed:
     num_truncated: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One row of a step: what was produced, how many of its ids are kept, and whether the output ends there."""
+
+    request: Request
+    produced: RowOutput
+    kept: int
+    ending: Ending | None
+
+
 class Committer:
     """Owned by the tick thread. eos_ids: ids that end a text unless the request ignores them.
 
-    think_end_id: the id behind which a grammar begins; None where no request can have one.
+    think_end_id: the id behind which a grammar begins; None where no request can have one. commit_grammars likewise.
     """
 
     def __init__(
@@ -78,22 +93,21 @@ class Committer:
         texts: TokenTexts,
         eos_ids: frozenset[int],
         think_end_id: int | None = None,
+        commit_grammars: CommitGrammars | None = None,
     ) -> None:
         self._queue = queue
         self._memory = memory
         self._texts = texts
         self._eos_ids = eos_ids
         self._think_end_id = think_end_id
+        self._commit_grammars = commit_grammars
 
     def commit(self, plan: Plan, output: StepOutput) -> Committed:
         """Apply one step's outputs to its requests, row by row."""
         if len(output.rows) != len(plan.rows):
             raise InvariantError(f"{len(output.rows)} outputs for {len(plan.rows)} rows")
         saves = {save.slot: save for save in plan.snapshot_saves}
-        deltas: list[TokenDelta] = []
-        ended: list[Ended] = []
-        advanced: list[tuple[Request, int]] = []
-        num_truncated = 0
+        sampled: list[Sampled] = []
         for row, produced in zip(plan.rows, output.rows, strict=True):
             request = self._queue.find(row.request_id)
             if request is None:
@@ -114,16 +128,22 @@ class Committer:
                 ending = self._append(request, produced.token_ids)
             kept = len(request.output_ids) - num_before
             _note_chances(request, produced)
-            if request.matcher is not None and produced.failure is None:
-                num_truncated += len(produced.token_ids) - kept
             if is_decode:
                 # The anchor and all kept ids but the last have been through the model.
                 self._advance(request, kept, save)
-            if kept:
-                advanced.append((request, kept))
-            deltas.append(self._delta(request, produced, kept, ending))
-            if ending is not None:
-                ended.append(self._end(request, ending))
+            sampled.append(Sampled(request, produced, kept, ending))
+        return self._settle(self._checked(sampled))
+
+    def _settle(self, sampled: list[Sampled]) -> Committed:
+        """Say what is new of each request, and let go of those that have ended."""
+        deltas = [self._delta(row.request, row.produced, row.kept, row.ending) for row in sampled]
+        advanced = [(row.request, row.kept) for row in sampled if row.kept]
+        num_truncated = sum(
+            len(row.produced.token_ids) - row.kept
+            for row in sampled
+            if row.request.matcher is not None and row.produced.failure is None
+        )
+        ended = [self._end(row.request, row.ending) for row in sampled if row.ending is not None]
         return Committed(tuple(deltas), tuple(ended), tuple(advanced), num_truncated)
 
     def abort(self, request: Request) -> tuple[TokenDelta, Ended]:
@@ -169,7 +189,7 @@ class Committer:
             if ending is None and len(request.output_ids) >= request.max_outputs:
                 ending = Ending("length")
             if ending is not None:
-                return self._checked(request, ending)
+                return ending
         return None
 
     def _advance_grammar(self, request: Request, token_id: int) -> bool:
@@ -182,11 +202,19 @@ class Committer:
         request.matcher.queue((token_id,))
         return token_id in self._eos_ids
 
-    def _checked(self, request: Request, ending: Ending) -> Ending:
+    def _checked(self, sampled: list[Sampled]) -> list[Sampled]:
         """A row that ends takes part in no walk any more, so its grammar hears of its last ids here (D-11)."""
-        if request.matcher is None or request.matcher.commit():
-            return ending
-        return Ending("error", failure=VIOLATION)
+        held = {
+            place: row.request.matcher
+            for place, row in enumerate(sampled)
+            if row.ending is not None and row.ending.failure is None and row.request.matcher is not None
+        }
+        if not held:
+            return sampled
+        if self._commit_grammars is None:
+            raise InvariantError("a row with a grammar, where grammars are off")
+        failures = dict(zip(held, self._commit_grammars(list(held.values())), strict=True))
+        return [_failed(row, failures.get(place)) for place, row in enumerate(sampled)]
 
     def _shown(self, request: Request, token_id: int) -> bytes:
         """What the id adds to the text that the client sees."""
@@ -236,6 +264,10 @@ class Committer:
             self._memory.release(request)
         self._queue.remove(request)
         return Ended(request, ending)
+
+
+def _failed(row: Sampled, failure: RowFailure | None) -> Sampled:
+    return row if failure is None else replace(row, ending=Ending("error", failure=failure))
 
 
 def _note_chances(request: Request, produced: RowOutput) -> None:

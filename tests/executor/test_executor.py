@@ -157,7 +157,7 @@ def masked(checkpoint: Path, info: xgrammar.TokenizerInfo) -> Executor:
     config = load_model_config(checkpoint)
     model, exchange = load_both_shards(checkpoint, config, torch.float32, CPU)
     pool = KVPool(config.kv_geometry(PAGE, "float32"), PoolSizes(40, 7, 4), torch.float32, CPU)
-    masker = Masker(open_traversal("native", 1, info), 6, 1, VOCAB, timeout_s=60.0)
+    masker = Masker(open_traversal("native", 1, info), 6, 1, VOCAB, timeout_s=60.0, hang_s=60.0)
     return Executor(0, model, 0, pool, exchange, Tokenizer.load(checkpoint), masker)
 
 

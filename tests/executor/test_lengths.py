@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.costs import CostTable, Origin
-from dsparkd.executor.lengths import LEAST_SURVIVAL, Budget, admit, plan_budget
+from dsparkd.executor.lengths import LEAST_SURVIVAL, Budget, admit, blend, plan_budget
 
 GAMMA = 4
 ORIGIN = Origin(machine="test", device="cpu", dtype="float32", checkpoint="nano", measured="2026-01-01T00:00Z")
@@ -158,6 +158,32 @@ def test_a_step_whose_tokens_cost_as_much_as_they_bring_is_better_without_drafts
 
     assert not plan_budget(dear, chances, GAMMA).pays
     assert plan_budget(cheap, chances, GAMMA) == Budget(GAMMA, pays=True)
+
+
+@given(st.lists(blocks, min_size=1, max_size=8))
+def test_blended_chances_are_chances_that_never_grow(history: list[list[float]]) -> None:
+    """They feed the budget, which refuses anything else."""
+    known = None
+    for block in history:
+        known = blend(known, block)
+
+    assert known is not None
+    plan_budget(linear_table(1, 1), [known], GAMMA)
+
+
+def test_one_unlikely_block_does_not_end_drafting_where_it_paid() -> None:
+    """Without drafts there is no news, so a stream would go on plain for a long while."""
+    table = linear_table(10e-3, 1e-3, draft_s=6e-3)
+    known = None
+    for _ in range(12):
+        known = blend(known, [0.9, 0.8, 0.7, 0.6])
+    unlikely = [0.2, 0.1, 0.05, 0.01]
+
+    assert not plan_budget(table, [unlikely], GAMMA).pays
+    assert plan_budget(table, [blend(known, unlikely)], GAMMA).pays
+    for _ in range(12):
+        known = blend(known, unlikely)
+    assert not plan_budget(table, [known], GAMMA).pays
 
 
 def test_a_step_without_rows_verifies_nothing() -> None:

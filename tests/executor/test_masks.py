@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
+import time
 
 import msgspec
 import numpy as np
@@ -13,8 +16,8 @@ import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsparkd.errors import InvariantError
-from dsparkd.executor.masks import Held, Masker, allowed_ids
+from dsparkd.errors import FatalError, InvariantError
+from dsparkd.executor.masks import MAX_STUCK, OVERTIME_FACTOR, Held, Masker, allowed_ids
 from dsparkd.executor.plan import PlanRow, RowFailure
 from dsparkd.executor.sampler import Sampler, SampleRow
 from dsparkd.grammar.matcher import Matcher
@@ -46,7 +49,7 @@ def row(name: str, matcher: Matcher | None) -> PlanRow:
 
 
 def masker_of(traversal: Traversal, rows: int = 8, width: int = 1) -> Masker:
-    return Masker(traversal, rows, width, VOCAB, timeout_s=5.0)
+    return Masker(traversal, rows, width, VOCAB, timeout_s=5.0, hang_s=5.0)
 
 
 @pytest.fixture(params=["native", "per_matcher"])
@@ -127,6 +130,7 @@ def test_d11_an_id_that_the_grammar_refuses_fails_its_row_alone(
         (WalkStatus.WALKED, 1, None),
         (WalkStatus.LATE, 1, None),
         (WalkStatus.LATE, 0, (504, "grammar_traversal_timeout")),
+        (WalkStatus.STUCK, 0, (504, "grammar_traversal_timeout")),
         (WalkStatus.ENDED, 0, (500, "grammar_violation")),
         (WalkStatus.COMMIT_REFUSED, 0, (500, "grammar_violation")),
         (WalkStatus.NO_TOKEN, 0, (400, "grammar_dead_end")),
@@ -149,10 +153,13 @@ def test_each_status_of_a_walk_has_its_radius(
             walk.usable_rows[:2] = (1, usable)
             walk.set_message(1, "it is broken")
 
+        def stuck(self) -> tuple[int, int]:
+            return 0, 0
+
         def close(self) -> None:
             pass
 
-    masker = Masker(Scripted(), 4, 1, VOCAB, timeout_s=5.0, clock=lambda: 7)
+    masker = Masker(Scripted(), 4, 1, VOCAB, timeout_s=5.0, hang_s=5.0, clock=lambda: 7)
     rows = [row(name, matcher_of(info, 'root ::= "a"')) for name in ("a", "b")]
     if expected is InvariantError:
         with pytest.raises(InvariantError, match=status.name):
@@ -166,6 +173,200 @@ def test_each_status_of_a_walk_has_its_radius(
         assert isinstance(failure, RowFailure)
         assert (failure.status, failure.code) == expected
     assert 0 not in masks.failures
+
+
+class Spending:
+    """A traversal whose requests take the processor time that a test says; None is a step that was given up."""
+
+    def __init__(self) -> None:
+        self.spends_ns: list[int | None] = []
+        self.budgets_ns: list[list[int]] = []
+        self.grammars: list[list[int]] = []
+        self.left_behind = (0, 0)
+
+    def run(self, walk: Walk, deadline_ns: int) -> None:
+        count = walk.num_matchers
+        self.budgets_ns.append(walk.budgets_ns[:count].tolist())
+        self.grammars.append(walk.grammars[:count].tolist())
+        for request in range(count):
+            spent_ns = self.spends_ns.pop(0)
+            walk.statuses[request] = WalkStatus.STUCK if spent_ns is None else WalkStatus.WALKED
+            walk.spent_ns[request] = spent_ns or 0
+            walk.usable_rows[request] = int(spent_ns is not None)
+
+    def stuck(self) -> tuple[int, int]:
+        return self.left_behind
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_request_may_be_slow_now_and_then_but_not_for_ever(info: xgrammar.TokenizerInfo) -> None:
+    """D-17: each walk may take its time; what it takes beyond is charged, until nothing is left to be beyond with."""
+    spending = Spending()
+    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    matcher, quick = matcher_of(info, 'root ::= "a"*'), matcher_of(info, 'root ::= "a"*')
+    for spent_ms in (350, 40, 250, 90):
+        spending.spends_ns = [spent_ms * 1_000_000, 0]
+        assert masker.fill([row("slow", matcher), row("quick", quick)]) is not None
+    assert [slow // 1_000_000 for slow, _ in spending.budgets_ns] == [550, 250, 250, 50]
+    assert {fast // 1_000_000 for _, fast in spending.budgets_ns} == {550}
+    assert (matcher.overtime_ns // 1_000_000, quick.overtime_ns) == (540, 0)
+
+
+def test_a_step_that_was_given_up_marks_its_matcher(info: xgrammar.TokenizerInfo) -> None:
+    """Nothing of XGrammar may be called on it again; and requests of one grammar are told apart from others."""
+    spending = Spending()
+    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    one = matcher_of(info, 'root ::= "a"*')
+    same, other = Matcher(one.compiled), matcher_of(info, 'root ::= "b"*')
+    spending.spends_ns = [0, None, 0]
+    masks = masker.fill([row("one", one), row("other", other), row("same", same)])
+    assert masks is not None
+    assert [matcher.is_stuck for matcher in (one, other, same)] == [False, True, False]
+    assert masks.failures[1].status == 504
+    assert spending.grammars == [[0, 1, 0]]
+
+
+@pytest.mark.parametrize(("left_behind", "ends"), [((1, 4_900_000_000), True), ((1, 5_100_000_000), False)])
+def test_a_step_that_was_given_up_must_end_some_day(
+    info: xgrammar.TokenizerInfo, left_behind: tuple[int, int], ends: bool
+) -> None:
+    """decisions.md 14: nothing can stop it, and what it takes may grow, so then the pair fails."""
+    spending = Spending()
+    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    spending.spends_ns, spending.left_behind = [0], left_behind
+    if ends:
+        masker.fill([row("x", matcher_of(info, 'root ::= "a"'))])
+        return
+    with pytest.raises(FatalError, match="do not end"):
+        masker.fill([row("x", matcher_of(info, 'root ::= "a"'))])
+
+
+def test_steps_that_were_given_up_may_not_pile_up(info: xgrammar.TokenizerInfo) -> None:
+    """Each of them holds a thread and memory, however little processor time it gets."""
+    spending = Spending()
+    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    for number, expected in ((MAX_STUCK, None), (MAX_STUCK + 1, FatalError)):
+        spending.spends_ns, spending.left_behind = [0], (number, 0)
+        with contextlib.nullcontext() if expected is None else pytest.raises(expected):
+            masker.fill([row("x", matcher_of(info, 'root ::= "a"'))])
+
+
+LONG = 257  # one id that stands for many letters
+
+
+@pytest.fixture(scope="module")
+def slow() -> xgrammar.CompiledGrammar:
+    """A grammar that XGrammar reads in every way there is: the first long id takes 0.02 s, the third more than 1 s."""
+    entries = [bytes([byte]) for byte in range(256)] + [b"", b"a" * 120]
+    info = xgrammar.TokenizerInfo(entries, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=[STOP])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf('root ::= root root | "a"'))
+
+
+def slow_matcher(slow: xgrammar.CompiledGrammar) -> Matcher:
+    """A matcher that has a long step before it."""
+    matcher = Matcher(slow)
+    matcher.queue((LONG, LONG, LONG))
+    return matcher
+
+
+def wait_for_the_end(pool: Traversal) -> None:
+    while pool.stuck()[0]:
+        time.sleep(0.05)
+
+
+def test_a_really_slow_grammar_costs_its_request_and_nobody_else(
+    info: xgrammar.TokenizerInfo, slow: xgrammar.CompiledGrammar
+) -> None:
+    """D-17, decisions.md 1: the call returns while XGrammar is still inside the step; the neighbour's mask is right,
+    and when the step has ended at last nothing is left of it."""
+    pool = open_traversal("native", 1, info)
+    masker = Masker(pool, 4, 3, VOCAB, timeout_s=0.05, hang_s=60.0)
+    never, quick = slow_matcher(slow), matcher_of(info, 'root ::= "xy"')
+    masks = masker.fill([row("slow", never), row("quick", quick)])
+    assert masks is not None
+    num_stuck, longest_ns = pool.stuck()
+    assert num_stuck == 1
+    assert longest_ns >= (1 + OVERTIME_FACTOR) * 50_000_000
+    assert {index: (failure.status, failure.code) for index, failure in masks.failures.items()} == {
+        0: (504, "grammar_traversal_timeout")
+    }
+    assert never.is_stuck
+    assert (masks.words[:3] == -1).all(), "no row of it forbids everything (D-15)"
+    assert ids_of(masks.words)[3] == {ord("x")}
+
+    quick.queue((ord("x"),))
+    masks = masker.fill([row("quick", quick)])
+    assert masks is not None
+    assert ids_of(masks.words)[0] == {ord("y")}
+    del never, masks
+    wait_for_the_end(pool)
+    masker.close()
+
+
+def test_rows_of_the_same_slow_grammar_cost_one_wait(
+    info: xgrammar.TokenizerInfo, slow: xgrammar.CompiledGrammar
+) -> None:
+    """64 rows of one grammar that is slow would else hold the tick 64 times as long."""
+    pool = open_traversal("native", 1, info)
+    masker = Masker(pool, 6, 3, VOCAB, timeout_s=0.05, hang_s=600.0)
+    matchers = [slow_matcher(slow) for _ in range(6)]
+    masks = masker.fill([row(str(place), matcher) for place, matcher in enumerate(matchers)])
+    assert masks is not None
+    assert sorted(masks.failures) == [0, 1, 2, 3, 4, 5]
+    assert pool.stuck()[0] == 1
+    wait_for_the_end(pool)
+    masker.close()
+
+
+def test_the_last_ids_of_a_row_cannot_hold_the_tick_either(info: xgrammar.TokenizerInfo, traversal: Traversal) -> None:
+    """decisions.md 6, D-11: a row that ends tells its ids by a call of its own, which knows the same bounds."""
+    masker = masker_of(traversal, 4)
+    right, wrong, done = (matcher_of(info, 'root ::= "ab"') for _ in range(3))
+    masks = masker.fill([row(name, matcher) for name, matcher in (("a", right), ("b", wrong), ("c", done))])
+    assert masks is not None
+    words = masks.words.clone()
+    for matcher, ids in ((right, b"a"), (wrong, b"z"), (done, b"a")):
+        matcher.queue(tuple(ids))
+    assert [failure and failure.code for failure in masker.commit([right, wrong, done])] == [
+        None,
+        "grammar_violation",
+        None,
+    ]
+    assert torch.equal(masks.words, words), "masks that are still being read stay"
+    masker = Masker(traversal, 4, 2, VOCAB, timeout_s=5.0, hang_s=5.0)
+    done.queue((ord("b"), STOP))
+    assert masker.commit([done]) == [None]
+    assert done.is_terminated
+
+
+def test_a_slow_last_step_is_given_up(info: xgrammar.TokenizerInfo, slow: xgrammar.CompiledGrammar) -> None:
+    """D-17: as in a walk."""
+    pool = open_traversal("native", 1, info)
+    masker = Masker(pool, 4, 3, VOCAB, timeout_s=0.05, hang_s=600.0)
+    never = slow_matcher(slow)
+    (failure,) = masker.commit([never])
+    assert failure is not None
+    assert (failure.status, never.is_stuck) == (504, True)
+    wait_for_the_end(pool)
+    masker.close()
+
+
+def test_a_pool_may_be_closed_over_a_step_that_still_runs(
+    info: xgrammar.TokenizerInfo, slow: xgrammar.CompiledGrammar
+) -> None:
+    """L-33: a stop does not wait for what was given up; its thread ends by itself, or with the process."""
+    known = set(os.listdir("/proc/self/task"))
+    pool = open_traversal("native", 2, info)
+    masker = Masker(pool, 4, 3, VOCAB, timeout_s=0.05, hang_s=600.0)
+    masker.commit([slow_matcher(slow)])
+    assert pool.stuck()[0] == 1
+    masker.close()
+    assert pool.stuck() == (0, 0)
+    while set(os.listdir("/proc/self/task")) - known:
+        time.sleep(0.05)
 
 
 THINK_END = 7
@@ -222,7 +423,7 @@ def test_d16_a_grammar_holds_the_rows_from_the_draft_on_that_ends_the_reasoning(
     info: xgrammar.TokenizerInfo, traversal: Traversal, place: int | None
 ) -> None:
     """D-16: rows before it are all ones and usable, its own row is the start; without it the grammar is not walked."""
-    masker = Masker(traversal, 8, 4, VOCAB, timeout_s=5.0, think_end_id=THINK_END)
+    masker = Masker(traversal, 8, 4, VOCAB, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
     matcher = matcher_of(info, 'root ::= "abcd"')
     drafts = [50, 51, 52]
     if place is not None:
@@ -251,10 +452,13 @@ def test_d16_a_grammar_that_fails_behind_the_reasoning_fails_nobody_yet(info: xg
             walk.statuses[0] = WalkStatus.NO_TOKEN
             walk.usable_rows[0] = 0
 
+        def stuck(self) -> tuple[int, int]:
+            return 0, 0
+
         def close(self) -> None:
             pass
 
-    masker = Masker(Failing(), 4, 4, VOCAB, timeout_s=5.0, think_end_id=THINK_END)
+    masker = Masker(Failing(), 4, 4, VOCAB, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
     thinking = dataclasses.replace(row("x", matcher_of(info, 'root ::= "a"')), is_thinking=True)
     masks = masker.fill([thinking], [(50, THINK_END, 51)])
     assert masks is not None

@@ -86,7 +86,7 @@ class Lab:
         pool = KVPool(geometry, PoolSizes(40, 7, 4), torch.float32, CPU)
         tokenizer = Tokenizer.load(checkpoint)
         self.info = tokenizer_info(make_vocabulary(tokenizer, VOCAB, (config.eos_token_id,)))
-        masker = Masker(open_traversal("native", 1, self.info), 6, 1 + GAMMA, VOCAB, 60.0, think_end_id=THINK_END)
+        masker = Masker(open_traversal("native", 1, self.info), 6, 1 + GAMMA, VOCAB, 60.0, 60.0, think_end_id=THINK_END)
         self.desk = ScriptedDesk()
         # What a drafter is to the executor is its two calls.
         self.executor = Executor(0, model, 0, pool, exchange, tokenizer, masker, self.desk)  # type: ignore[arg-type]

@@ -359,3 +359,25 @@ def test_too_many_new_grammars_are_refused_at_once() -> None:
     attached = ticket("0")
     assert cache.look_up(attached) is None
     assert not attached.is_done
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_grammar_that_showed_itself_too_slow_is_refused_and_forgotten_with_the_refusal(held: bool) -> None:
+    """D-17: what held up a step would do so again; a refusal ends, for a limit of time says nothing certain (G-18)."""
+    clock = Clock()
+    cache = GrammarCache(GrammarCacheConfig(negative_ttl_s=60.0), clock)
+    if held:
+        put(cache, "slow")
+    put(cache, "good")
+    for _ in range(2):
+        cache.condemn(grammar("slow"), GrammarError("too slow", code="grammar_too_costly"))
+    asked = ticket("slow")
+    assert cache.look_up(asked) is None
+    assert isinstance(asked.outcome, GrammarError)
+    assert asked.outcome.code == "grammar_too_costly"
+    state = cache.state()
+    assert (state.num_entries, state.num_refused) == (1, 1)
+    assert state.num_bytes == 100 + len("good") + len("slow") + 2 * ENTRY_OVERHEAD_BYTES
+    clock.now_ns += 61 * S
+    assert cache.look_up(ticket("slow")) is not None
+    assert cache.state().num_bytes == 100 + len("good") + ENTRY_OVERHEAD_BYTES

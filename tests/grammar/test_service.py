@@ -761,6 +761,19 @@ def test_who_waits_too_long_gets_504_and_the_others_wait_on(threaded: Callable[.
     assert rig.service.next_deadline_ns() is None
 
 
+def test_a_grammar_whose_step_was_given_up_is_refused_like_one_that_its_probe_refused(
+    threaded: Callable[..., Threaded],
+) -> None:
+    """D-17: 400 grammar_too_costly at once, without a probe or a compile, as long as memory knows of it."""
+    rig = threaded()
+    rig.service.request(grammar())
+    rig.drain(1)
+    rig.service.condemn(grammar())
+    again = rig.service.request(grammar())
+    assert failure(again) == (400, "grammar_too_costly")
+    assert rig.compiler.compiled == ["a"]
+
+
 def test_a_cancelled_request_is_never_heard_of(threaded: Callable[..., Threaded]) -> None:
     """G-19: also when its grammar comes in that very moment."""
     rig = threaded()
@@ -777,6 +790,25 @@ def test_a_cancelled_request_is_never_heard_of(threaded: Callable[..., Threaded]
     rig.service.cancel(late)
     assert rig.service.drain() == []
     assert rig.service.next_deadline_ns() is None
+
+
+def test_l38_a_rank_is_ready_when_its_probe_process_is(threaded: Callable[..., Threaded]) -> None:
+    """L-38, decisions.md 14: before that a new grammar would only wait, and nobody would know whether for ever."""
+    rig = threaded(sound=False)
+    with pytest.raises(PeerError, match=r"did not answer within 0\.01 s"):
+        rig.service.wait_for_probe(0.01)
+    probe = Channel(rig._theirs, decode_to_probe, send_timeout_s=5, max_pending_bytes=1 << 20)
+    probe.send_nowait(ProbeReady(5.0))
+    rig.service.wait_for_probe(10)
+
+
+def test_l38_a_probe_process_that_ends_at_the_start_is_told_at_once(threaded: Callable[..., Threaded]) -> None:
+    """L-38, L-40: not after the whole time that a start may take."""
+    rig = threaded(sound=False)
+    rig._theirs.close()
+    with pytest.raises(PeerError) as failed:
+        rig.service.wait_for_probe(60)
+    assert "did not answer" not in str(failed.value)
 
 
 def test_a_failure_of_the_grammar_thread_reaches_the_tick_thread(threaded: Callable[..., Threaded]) -> None:
@@ -800,13 +832,14 @@ def test_a_bug_in_a_compile_is_not_lost_in_its_thread(threaded: Callable[..., Th
 
 def test_compiles_run_only_when_nothing_else_does(threaded: Callable[..., Threaded]) -> None:
     """decisions 14: workers are scheduled idle; the tick thread and the grammar thread are not."""
+    before = os.sched_getscheduler(0)
     rig = threaded()
     policies: queue.SimpleQueue[int] = queue.SimpleQueue()
     rig.compiler.hook = lambda text: policies.put(os.sched_getscheduler(0))
     rig.service.request(grammar())
     rig.drain(1)
     assert policies.get_nowait() == os.SCHED_IDLE
-    assert os.sched_getscheduler(0) != os.SCHED_IDLE
+    assert os.sched_getscheduler(0) == before
 
 
 def test_an_end_leaves_no_thread_behind(threaded: Callable[..., Threaded]) -> None:

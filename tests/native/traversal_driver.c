@@ -1,14 +1,20 @@
-/* Walks for the thread sanitizer: traversal.c over matchers that are nothing but a counter, without XGrammar. */
+/* Walks for the thread sanitizer: traversal.c over matchers that are nothing but a counter, without XGrammar. In the last
+ * walk one of them does not come back until its walk is long over. */
+#define _GNU_SOURCE
+
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include <tvm/ffi/c_api.h>
 
 #include "traversal.h"
 
-enum { TREES = 16, NODES = 4, WORDS = 2, WALKS = 2000, THREADS = 4, MATCHER_TYPE = 177 };
+enum { TREES = 16, NODES = 4, COMMITS = 2, WORDS = 2, WALKS = 2000, THREADS = 4, MATCHER_TYPE = 177, SLOW = 5 };
 
 typedef struct {
   TVMFFIObject header;
@@ -16,6 +22,9 @@ typedef struct {
 } Matcher;
 
 static int accept_token, fill_row, roll_back, is_terminated;
+static Matcher matchers[TREES];
+static atomic_bool holds; /* the slow matcher's step goes on; relaxed, so that it orders nothing else */
+static atomic_int num_references;
 
 void TVMFFIGetVersion(TVMFFIVersion *out) {
   out->major = TVM_FFI_VERSION_MAJOR;
@@ -23,9 +32,15 @@ void TVMFFIGetVersion(TVMFFIVersion *out) {
   out->patch = TVM_FFI_VERSION_PATCH;
 }
 
-int TVMFFIObjectIncRef(TVMFFIObjectHandle object) { return object == NULL; }
+int TVMFFIObjectIncRef(TVMFFIObjectHandle object) {
+  atomic_fetch_add(&num_references, 1);
+  return object == NULL;
+}
 
-int TVMFFIObjectDecRef(TVMFFIObjectHandle object) { return object == NULL; }
+int TVMFFIObjectDecRef(TVMFFIObjectHandle object) {
+  atomic_fetch_sub(&num_references, 1);
+  return object == NULL;
+}
 
 void TVMFFIErrorMoveFromRaised(TVMFFIObjectHandle *result) { *result = NULL; }
 
@@ -33,6 +48,8 @@ int TVMFFIFunctionCall(TVMFFIObjectHandle function, TVMFFIAny *arguments, int32_
   Matcher *matcher = (Matcher *)arguments[0].v_obj;
   result->v_int64 = 1;
   if (function == &accept_token) {
+    while (matcher == &matchers[SLOW] && atomic_load_explicit(&holds, memory_order_relaxed)) {
+    }
     matcher->depth++;
   } else if (function == &roll_back) {
     matcher->depth -= arguments[1].v_int64;
@@ -45,13 +62,16 @@ int TVMFFIFunctionCall(TVMFFIObjectHandle function, TVMFFIAny *arguments, int32_
   return count < 1;
 }
 
-static int walk_all(dsparkd_pool *pool, Matcher *matchers) {
+static int walk_all(dsparkd_pool *pool, int32_t expected) {
   /* On the heap and gone after each walk: a worker that still looks at it is seen. */
   struct Memory {
+    int64_t commits[TREES * COMMITS]; /* first: the sanitizer marks the beginning of large blocks only */
     void *handles[TREES];
     int32_t indices[TREES], roots[TREES], num_commits[TREES], usable[TREES], accepted[TREES], statuses[TREES];
-    int32_t owners[TREES], parents[TREES * NODES], mask[TREES * NODES * WORDS];
-    int64_t commits[TREES], next_token[NODES], next_sibling[NODES], drafts[TREES * NODES];
+    int32_t owners[TREES], grammars[TREES], mask[TREES * NODES * WORDS];
+    int64_t budgets_ns[TREES], spent_ns[TREES];
+    uint8_t is_stuck[TREES];
+    int64_t drafts[TREES * NODES], next_token[NODES], next_sibling[NODES];
     uint8_t nodes[TREES * NODES];
     char messages[TREES * DSPARKD_MESSAGE_BYTES];
     dsparkd_walk walk;
@@ -62,29 +82,48 @@ static int walk_all(dsparkd_pool *pool, Matcher *matchers) {
   for (int32_t i = 0; i < TREES; i++) {
     memory->handles[i] = &matchers[i];
     memory->indices[i] = i;
-    memory->num_commits[i] = 1;
+    memory->num_commits[i] = COMMITS;
+    memory->grammars[i] = i;
+    memory->budgets_ns[i] = 50000000;
   }
   for (int32_t node = 0; node < NODES; node++) {
     memory->next_token[node] = node + 1 < NODES ? node + 1 : -1;
     memory->next_sibling[node] = -1;
   }
   memory->walk = (dsparkd_walk){
-      .num_matchers = TREES, .num_trees = TREES, .num_nodes = NODES, .num_words = WORDS, .max_commits = 1,
+      .num_matchers = TREES, .num_trees = TREES, .num_nodes = NODES, .num_words = WORDS, .max_commits = COMMITS,
       .vocab_size = 64, .matchers = memory->handles, .indices = memory->indices, .roots = memory->roots,
       .num_commits = memory->num_commits, .commits = memory->commits, .next_token = memory->next_token,
       .next_sibling = memory->next_sibling, .drafts = memory->drafts, .mask = memory->mask, .nodes = memory->nodes,
       .usable_rows = memory->usable, .num_accepted = memory->accepted, .statuses = memory->statuses,
-      .messages = memory->messages, .owners = memory->owners, .parents = memory->parents};
+      .messages = memory->messages, .owners = memory->owners, .grammars = memory->grammars,
+      .budgets_ns = memory->budgets_ns, .spent_ns = memory->spent_ns, .is_stuck = memory->is_stuck};
   int failed = dsparkd_traversal_walk(pool, &memory->walk) != DSPARKD_OK;
   for (int32_t i = 0; i < TREES; i++) {
-    failed |= memory->usable[i] != NODES || memory->statuses[i] != DSPARKD_WALKED || memory->accepted[i] != 1;
+    int is_walked = memory->usable[i] == NODES && memory->statuses[i] == DSPARKD_WALKED && memory->accepted[i] == COMMITS;
+    failed |= i == SLOW ? memory->statuses[i] != expected : !is_walked;
   }
   free(memory);
   return failed;
 }
 
+/* Wait until the step that was given up has ended. */
+static int outlive(dsparkd_pool *pool) {
+  int64_t longest_ns = 0;
+  if (dsparkd_traversal_stuck(pool, &longest_ns) != 1 || longest_ns < 50000000) {
+    return 1;
+  }
+  atomic_store_explicit(&holds, false, memory_order_relaxed);
+  for (int i = 0; i < 1000; i++) {
+    if (dsparkd_traversal_stuck(pool, &longest_ns) == 0) {
+      return longest_ns != 0;
+    }
+    nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+  }
+  return 1;
+}
+
 int main(void) {
-  static Matcher matchers[TREES];
   dsparkd_methods methods = {MATCHER_TYPE, &accept_token, &fill_row, &roll_back, &is_terminated};
   dsparkd_pool *pool = NULL;
   for (int32_t i = 0; i < TREES; i++) {
@@ -94,15 +133,28 @@ int main(void) {
     return 2;
   }
   for (int i = 0; i < WALKS; i++) {
-    if (walk_all(pool, matchers)) {
+    if (walk_all(pool, DSPARKD_WALKED)) {
       return 3;
     }
   }
-  dsparkd_traversal_close(pool);
   for (int32_t i = 0; i < TREES; i++) {
-    if (matchers[i].depth != WALKS) {
+    if (matchers[i].depth != WALKS * COMMITS) {
       return 4;
     }
+  }
+  atomic_store(&holds, true);
+  if (walk_all(pool, DSPARKD_STUCK)) {
+    return 5;
+  }
+  if (outlive(pool)) {
+    return 6;
+  }
+  if (walk_all(pool, DSPARKD_WALKED)) { /* by the thread that took its place */
+    return 7;
+  }
+  dsparkd_traversal_close(pool);
+  if (atomic_load(&num_references) != 0) {
+    return 8;
   }
   puts("walked");
   return 0;

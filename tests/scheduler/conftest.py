@@ -58,6 +58,7 @@ VOCAB = 29
 EOS = 1
 THINK_END = 2
 PAGE = 4
+VIOLATION = RowFailure(500, "grammar_violation", "a mask was wrong")
 
 
 def next_token(ids: Sequence[int]) -> int:
@@ -95,6 +96,7 @@ class FakeDevice:
         self.plans: list[Plan] = []
         self.counts: list[tuple[int, int]] = []
         self.failing: dict[str, RowFailure] = {}
+        self.commits: list[int] = []  # grammars of each call of commit_grammars
 
     def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
         self.plans.append(plan)
@@ -115,6 +117,10 @@ class FakeDevice:
             # What a window wrote behind its accepted ids is nobody's prefix: a request that resumes from it is told so.
             self.snapshots[save.snapshot] = held[: save.position]
         return StepOutput(outputs)
+
+    def commit_grammars(self, matchers: Sequence[FakeMatcher]) -> list[RowFailure | None]:
+        self.commits.append(len(matchers))
+        return [matcher.failure if matcher.commit() else VIOLATION for matcher in matchers]
 
     def _check_disjoint(self, plan: Plan) -> None:
         """No two rows share a slot, and no row writes a page that another one reads or writes."""
@@ -186,6 +192,9 @@ class FakeMatcher:
 
     def __init__(self, refused: frozenset[int] = frozenset()) -> None:
         self.handle = object()
+        self.grammar: Grammar | None = None
+        self.is_stuck = False
+        self.failure: RowFailure | None = None  # of its last commit
         self.told: list[int] = []
         self._queue: list[int] = []
         self._refused = refused
@@ -237,6 +246,7 @@ class FakeService:
         self.known: dict[Grammar, Callable[[], FakeMatcher | RequestError]] = {}
         self.deadline_ns: int | None = None
         self.looks = 0
+        self.condemned: list[Grammar] = []
         self._wake = wake
         self._done: list[FakeTicket] = []
 
@@ -252,6 +262,9 @@ class FakeService:
         ticket.outcome = outcome
         self._done.append(ticket)
         os.eventfd_write(self._wake, 1)
+
+    def condemn(self, grammar: Grammar) -> None:
+        self.condemned.append(grammar)
 
     def cancel(self, ticket: FakeTicket) -> None:
         ticket.is_cancelled = True
@@ -406,10 +419,10 @@ class Rank:
                 self.queue,
                 self.memory,
                 self.planner,
-                Committer(self.queue, self.memory, Texts(), frozenset({EOS}), THINK_END),
+                Committer(self.queue, self.memory, Texts(), frozenset({EOS}), THINK_END, self.device.commit_grammars),
                 self.device,
                 self.desk,
-                SpeculationPlanner(
+                speculation=SpeculationPlanner(
                     sizes.max_drafts, sizes.max_rows, is_compact=sizes.table is not None, table=sizes.table
                 ),
             ),

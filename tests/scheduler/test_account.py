@@ -1,10 +1,16 @@
-"""Windowed maxima: what a gauge may say of the second before."""
+"""Windowed maxima: what a gauge may say of the second before; and the way of a message to a step."""
 
 from __future__ import annotations
 
+import pytest
+
 from dsparkd import metrics
+from dsparkd.executor.plan import Plan, PlanRow, StepKind
+from dsparkd.messages import SamplingParams, TokenizedRequest
 from dsparkd.metrics import Tally
-from dsparkd.scheduler.account import Peaks
+from dsparkd.scheduler.account import Account, Peaks
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Request
 
 SECOND = 1_000_000_000
 
@@ -40,3 +46,55 @@ def test_m03_a_second_without_events_reads_0() -> None:
     assert shown(peaks, 8 * SECOND) == {"plan": 0, "agree": 0}
     note(peaks, "plan", SECOND, 9 * SECOND)
     assert shown(peaks, 12 * SECOND) == {"plan": 0, "agree": 0}
+
+
+class Clock:
+    now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def queued(request_id: str, sent_ns: int, delivered_ns: int) -> Request:
+    times = dict.fromkeys(("received_ns", "encoded_ns", "tokenized_ns"), 0)
+    message = TokenizedRequest(
+        request_id=request_id,
+        prompt_ids=(3,),
+        sampling=SamplingParams(max_tokens=1, seed=1),
+        dispatched_ns=sent_ns,
+        **times,
+    )
+    return Request(message, arrival=1, delivered_ns=delivered_ns, max_context_tokens=8, awaits_grammar=False)
+
+
+@pytest.mark.parametrize(
+    ("requests", "by_message", "seconds"),
+    [
+        ([(100, 205), (150, 206)], True, [0.2]),  # from the first request's sending: its way and the wake included
+        ([(10, 20), (150, 205)], True, [0.15]),  # one that waited for its grammar came long before the park
+        ([(10, 20)], True, [0.1]),  # a grammar that has come woke the rank
+        ([(100, 205)], False, []),  # the peer's work woke this rank
+    ],
+)
+def test_a_wake_is_timed_from_the_sending_of_its_message_to_the_first_step(
+    requests: list[tuple[int, int]], by_message: bool, seconds: list[float]
+) -> None:
+    """X-28: what a client waits for begins in the parent, before the rank is awake; told once a park."""
+    clock, tally, queue = Clock(), Tally(), RequestQueue()
+    account = Account(0, tally, clock)
+    queue.add([queued(f"r{sent}", sent * 1_000_000, delivered * 1_000_000) for sent, delivered in requests])
+    rows = tuple(
+        PlanRow(f"r{sent}", 1, (3,), 0, (1,), 1, SamplingParams(max_tokens=1, seed=1), (3,), ()) for sent, _ in requests
+    )
+    account.parked()
+    clock.now_ns = 200_000_000
+    account.woken(by_message)
+    account.begin_tick()
+    for phase in ("receive", "plan", "agree"):
+        account.lap(phase)
+    clock.now_ns = 300_000_000
+    for _ in range(2):
+        account.launching(Plan(StepKind.PREFILL, rows, ()), queue)
+
+    told = tally.frame()[1].get("dsparkd_unpark_seconds\0" + "0", (0.0,))
+    assert (told[-1], sum(told[:-1])) == pytest.approx((sum(seconds), len(seconds)))

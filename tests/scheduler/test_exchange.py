@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import resource
 import select
@@ -398,3 +399,38 @@ def test_a_wait_ended_by_the_parent_is_an_order_to_leave_unless_the_parent_leave
         rank.loop.run()
     rank.collect()
     assert rank.farewells == ([] if has_failed else ["parent:rank0", "detokenizer:rank0"])
+
+
+class FakeSeat:
+    """Notes what happens while the seat is taken."""
+
+    def __init__(self, rank) -> None:
+        self._rank = rank
+        self.told = []
+
+    def take(self) -> None:
+        self.told.append("take")
+
+    def leave(self) -> None:
+        self.told.append(("leave", len(self._rank.device.plans)))
+
+
+def test_a_rank_takes_its_seat_to_park_and_leaves_it_behind_the_first_step(lab, pair, runner):
+    """X-28: until the launch both ranks run side by side; later a seat would only keep one from a free processor."""
+    seats = [FakeSeat(rank) for rank in pair.ranks]
+    for rank, seat in zip(pair.ranks, seats, strict=True):
+        rank.loop._parts = dataclasses.replace(rank.loop._parts, seat=seat)
+    for number in range(3):
+        pair.ranks[0].submit(lab.request(f"s{number}", 3, max_tokens=2, ignore_eos=True))
+        runner.wait_for(
+            lambda name=f"s{number}": name in pair.ranks[0].deltas and pair.ranks[0].deltas[name][-1].finish
+        )
+        runner.wait_for(lambda: all(rank.snapshots[-1].parked for rank in pair.ranks))
+    runner.stop()
+    for seat in seats:
+        takes = [index for index, what in enumerate(seat.told) if what == "take"]
+        assert len(takes) >= 2
+        for index in takes[:-1]:
+            before = max((count for what, count in (w for w in seat.told[:index] if w != "take")), default=0)
+            after = [count for what, count in (w for w in seat.told[index:] if w != "take")]
+            assert after[0] == before + 1, "it was left before the first step, or not at once behind it"

@@ -165,6 +165,37 @@ def test_a_grammar_where_grammars_are_off_is_a_bug_of_the_parent(lab, pair):
         pair.ranks[0].loop.offer()
 
 
+def test_rows_that_end_together_tell_their_grammars_in_one_call(lab, pair):
+    """D-28, decisions.md 6: each such call wakes threads and waits for Python's lock."""
+    rank = pair.ranks[0]
+    rank.grammars.known[GRAMMAR] = lab.FakeMatcher
+    names = [f"r{number}" for number in range(5)]
+    rank.submit(*(lab.request(name, 5, max_tokens=1, choice=at) for at, name in enumerate(names)), grammar=GRAMMAR)
+    pair.drain()
+    assert sum(rank.device.commits) == 5
+    assert len(rank.device.commits) < 5
+    assert [len(rank.output(name)[0]) for name in names] == [1] * 5
+
+
+def test_d17_a_last_step_that_takes_too_long_ends_its_request_alone_and_its_grammar(lab, pair):
+    """D-17, decisions.md 6: the ids of a row that ends are told to a matcher that may take for ever, too."""
+    rank = pair.ranks[0]
+    slow, late = lab.FakeMatcher(), RowFailure(504, "grammar_traversal_timeout", "too long")
+    slow.failure, slow.is_stuck, slow.grammar = late, True, GRAMMAR
+    rank.grammars.known[GRAMMAR] = lambda: slow
+    other = Grammar(kind="regex", text="b")
+    rank.grammars.known[other] = lab.FakeMatcher
+    rank.submit(lab.request("slow", 5, max_tokens=1), grammar=GRAMMAR)
+    rank.submit(lab.request("quick", 5, max_tokens=1), grammar=other)
+    pair.drain()
+    ends = {name: rank.deltas[name][-1].finish for name in ("slow", "quick")}
+    assert (ends["slow"].reason, ends["slow"].status, ends["slow"].code) == ("error", late.status, late.code)
+    assert ends["quick"].reason != "error"
+    assert rank.grammars.condemned == [GRAMMAR]
+    assert rank.value("dsparkd_grammar_failures_total", "traversal") == 1
+    rank.assert_nothing_held()
+
+
 def thinking(lab, name, length=9, **sampling):
     return msgspec.structs.replace(lab.request(name, length, **sampling), starts_in_reasoning=True)
 

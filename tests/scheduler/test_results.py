@@ -20,7 +20,10 @@ class Bench:
     def __init__(self, lab, max_context: int = 64, prompt: object = (2, 3, 4), **sampling: object) -> None:
         self.queue = RequestQueue()
         self.memory = Memory(num_pages=32, num_slots=3, num_snapshots=4, page_tokens=lab.PAGE)
-        self.committer = Committer(self.queue, self.memory, lab.Texts(), frozenset({lab.EOS}))
+        device = lab.FakeDevice()
+        self.committer = Committer(
+            self.queue, self.memory, lab.Texts(), frozenset({lab.EOS}), lab.THINK_END, device.commit_grammars
+        )
         message = lab.request("x", prompt, **{"max_tokens": 50, **sampling})
         self.request = Request(message, arrival=1, delivered_ns=1, max_context_tokens=max_context)
         self.queue.add([self.request])

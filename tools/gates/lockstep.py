@@ -274,7 +274,7 @@ def make_request(dice: random.Random, name: str, max_tokens: int) -> TokenizedRe
         received_ns=1,
         encoded_ns=2,
         tokenized_ns=3,
-        dispatched_ns=4,
+        dispatched_ns=time.monotonic_ns(),
     )
 
 

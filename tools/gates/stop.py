@@ -263,6 +263,10 @@ def held_rank(count: int) -> Scenario:
             line.exit_code = server.wait_exit(line.bound_s + 20)
             line.seconds = time.monotonic() - begun
         describe(line, outcomes)
+        causes = [str(fields["error"]) for fields in server.events("server_failed")]
+        # Whichever rank 0 waited in: the agreement or the experts' exchange.
+        if not any(cause.startswith("rank 0 failed: ") and "rank 1 did not " in cause for cause in causes):
+            line.faults.append(f"the cause is told as {causes}")
 
     return play
 
