@@ -83,7 +83,7 @@ class Request:
         self.branch_tokens = 0  # where the tree's other sequences part from this one
         self.pending_start: SlotStart | None = None
         self.decode_snapshot: tuple[Node, int] | None = None
-        self.survival: tuple[float, ...] | None = None  # chances of the last block that was drafted for it
+        self.survival: tuple[float, ...] | None = None  # chances of its drafts, a mean over its blocks
         self.steps_since_drafts = 0
 
     @property

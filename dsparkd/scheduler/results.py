@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from dsparkd.errors import InvariantError
+from dsparkd.executor.lengths import blend
 from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, SnapshotSave, StepOutput
 from dsparkd.messages import DetokenizeOptions, Finish, FinishReason, TokenDelta
 from dsparkd.scheduler.queue import RequestQueue
@@ -271,9 +272,9 @@ def _failed(row: Sampled, failure: RowFailure | None) -> Sampled:
 
 
 def _note_chances(request: Request, produced: RowOutput) -> None:
-    """Keep what the row's block was given, for the budget of a later step."""
+    """Add what the row's block was given to what is known of the request, for the budget of a later step."""
     if produced.num_drafts:
-        request.survival = produced.survival
+        request.survival = blend(request.survival, produced.survival)
         request.steps_since_drafts = 0
     else:
         request.steps_since_drafts += 1

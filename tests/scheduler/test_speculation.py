@@ -104,6 +104,7 @@ def test_d31_chances_belong_to_one_life_of_a_row(lab):
         pair.tick(3)
         running = rank.queue.find("a")
         assert running.survival is not None
+        assert 0.5 < running.survival[0] < 1.0  # a mean, certain at first, of blocks that said 0.5
         assert running.steps_since_drafts == 0
         rank.memory.release(running)
         assert running.survival is None
