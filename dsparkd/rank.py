@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -34,7 +34,7 @@ from dsparkd.errors import (
     StartError,
 )
 from dsparkd.executor.collectives import RankGroups
-from dsparkd.executor.costs import load_cost_table
+from dsparkd.executor.costs import CostTable, load_cost_table
 from dsparkd.executor.executor import Executor, rank_device
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, SlotStart, Speculation, StepKind
@@ -154,13 +154,18 @@ class Rank:
             self._native = open_native_exchange(config, self._wiring, spin_s)
         model_config = load_model_config(Path(config.engine.checkpoint))
         self._max_drafts = verified_drafts(config.dspark, model_config)
+        table = open_cost_table(config, model_config.gamma) if self._max_drafts else None
+        if self._max_drafts:
+            is_compact = config.dspark.verify == "compact"
+            self._speculation = SpeculationPlanner(
+                self._max_drafts, config.scheduler.max_rows, is_compact=is_compact, table=table
+            )
         self._paths = (
             *exchange_paths(timeouts, spin_s),
             *PATHS,
             *grammar_paths(config.grammar),
-            *draft_paths(config.dspark, self._max_drafts, model_config.gamma),
+            *draft_paths(config.dspark, self._max_drafts, model_config.gamma, table),
         )
-        self._speculation = open_speculation(config, self._max_drafts, model_config.gamma)
         masker, desk = self._open_grammars() if config.grammar.enabled else (None, None)
         self._progress("groups", 0, 1)
         self._groups = groups = RankGroups.open(
@@ -424,27 +429,30 @@ def grammar_paths(config: GrammarConfig) -> tuple[PathState, PathState]:
     return PathState("grammar_traversal", "active", f'grammar.traversal = "{config.traversal}"'), store
 
 
-def draft_paths(config: SpeculationConfig, max_drafts: int, gamma: int) -> tuple[PathState, PathState]:
+def draft_paths(
+    config: SpeculationConfig, max_drafts: int, gamma: int, table: CostTable | None
+) -> tuple[PathState, PathState]:
     """What drafts and verifies, for /server_info and the log."""
     why = "dspark.enabled = false" if not config.enabled else "dspark.max_verify = 0" if not max_drafts else ""
     if why:
         return PathState("dspark", "off", why), PathState("dspark_compact", "off", why)
     drafts = PathState("dspark", "active", f'up to {max_drafts} of {gamma} drafts, acceptance "{config.acceptance}"')
-    state: Literal["active", "off"] = "active" if config.verify == "compact" else "off"
-    return drafts, PathState("dspark_compact", state, f'dspark.verify = "{config.verify}"')
+    if config.verify == "all":
+        return drafts, PathState("dspark_compact", "off", 'dspark.verify = "all"')
+    costs = "no cost table, so every draft pays"
+    if table is not None:
+        origin = table.origin
+        costs = f"costs measured on {origin.machine} at {origin.measured} with {origin.checkpoint}"
+    return drafts, PathState("dspark_compact", "active", f'dspark.verify = "compact", {costs}')
 
 
-def open_speculation(config: Config, max_drafts: int, gamma: int) -> SpeculationPlanner | None:
-    """Make what decides how much is verified, with the cost table if one is named. Raises ConfigError."""
+def open_cost_table(config: Config, gamma: int) -> CostTable | None:
+    """Read what steps cost where windows are compact and a file is named. Raises ConfigError."""
     dspark, engine = config.dspark, config.engine
-    if not max_drafts:
+    if dspark.verify == "all" or not dspark.cost_table:
         return None
-    is_compact = dspark.verify == "compact"
-    table = None
-    if is_compact and dspark.cost_table:
-        path = Path(dspark.cost_table)
-        table = load_cost_table(path, gamma, config.scheduler.max_rows, engine.device, engine.dtype)
-    return SpeculationPlanner(max_drafts, config.scheduler.max_rows, is_compact=is_compact, table=table)
+    path = Path(dspark.cost_table)
+    return load_cost_table(path, gamma, config.scheduler.max_rows, engine.device, engine.dtype)
 
 
 def open_native_exchange(config: Config, wiring: RankWiring, spin_s: float) -> NativeExchange:
