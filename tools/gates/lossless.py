@@ -4,11 +4,11 @@
 
 A base run without speculation answers prompts of the test split, two in five of them identifiers to copy, in turn
 greedily, at temperature 0.7 and at 1.0, both with top_p 0.95 and a seed. Then one axis at a time is moved, with
-speculation: 1 to gamma drafts verified, alone, 32 at once, the other rank, a prefix hit, grammars, a retract. All
-copies and as many others as a fifth of the prompts take each axis; each id and each log-probability, all digits of it,
-must be the base's, and counters prove that the axis was moved. Tiny vocabularies then test what both acceptance rules
-emit by chi-square against the exact distributions, under every filter. What each rule accepts at three temperatures is
-reported.
+speculation: 1 to gamma drafts verified, as many as pay, alone, 32 at once, the other rank, a prefix hit, grammars, a
+retract. All copies and as many others as a fifth of the prompts take each axis; each id and each log-probability, all
+digits of it, must be the base's, and counters prove that the axis was moved. Tiny vocabularies then test what both
+acceptance rules emit by chi-square against the exact distributions, under every filter. What each rule accepts at three
+temperatures is reported.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
+from dsparkd.executor import costs
+from dsparkd.executor.costs import CostTable, Origin
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.model.config import load_model_config
 from dsparkd.text.encoding import ChatEncoding
@@ -43,6 +47,7 @@ ALONE = 24
 LEAST_P = 1e-3
 # As in `tools.gates invariance`: four rows of a page fit, and when all of them have grown by one, a page is missing.
 TINY_PAGES, TINY_ROWS = 8, 8
+MAX_ROWS = 32
 GROWING = 64
 TEMPERATURES = (0.0, 0.7, 1.0)
 SAMPLING: tuple[dict[str, object], ...] = (
@@ -147,9 +152,8 @@ def growing(copies: Sequence[Item], seed: int) -> list[Item]:
 class Gate:
     """Runs base and axes; `report` hears of each axis."""
 
-    def __init__(self, checkpoint: Path, count: int, overrides: Tables, report: Callable[[Axis], None]) -> None:
+    def __init__(self, checkpoint: Path, count: int, report: Callable[[Axis], None]) -> None:
         self._checkpoint = checkpoint
-        self._overrides = overrides
         self._report = report
         config = load_model_config(checkpoint)
         self._gamma = config.gamma
@@ -181,6 +185,12 @@ class Gate:
                 self._take(name, client, self._some, CONCURRENCY, lambda index: index % 2, _no_hits)
                 if most == self._gamma:
                     self._axes(client)
+        with tempfile.TemporaryDirectory(prefix="dsparkd-gate-") as directory:
+            compact = {"dspark": {"verify": "compact", "cost_table": str(self._costs(Path(directory)))}}
+            with self._server(merge(self._speculation(self._gamma), compact)) as server:
+                client = Client(server.wait_ready().base_url)
+                for name, items in (("compact", self._some), ("compact, grammars", self._held)):
+                    self._take(name, client, items, 32, lambda index: index % 2, _left_out(client))
         with self._server(merge(self._speculation(self._gamma), self._tiny_pool())) as server:
             client = Client(server.wait_ready().base_url)
             self._take("retract", client, self._growing, 32, lambda index: index % 2, _retractions(client))
@@ -224,8 +234,27 @@ class Gate:
 
     def _server(self, overrides: Tables) -> Server:
         engine = {"dtype": "float32", "max_context_tokens": MAX_CONTEXT, "checkpoint": str(self._checkpoint)}
-        base: Tables = {"engine": engine, "kv": {"page_tokens": PAGE_TOKENS}, "scheduler": {"chunk_tokens": 1024}}
-        return Server(merge(merge(base, overrides), self._overrides))
+        base: Tables = {
+            "engine": engine,
+            "kv": {"page_tokens": PAGE_TOKENS},
+            "scheduler": {"chunk_tokens": 1024, "max_rows": MAX_ROWS},
+        }
+        return Server(merge(base, overrides))
+
+    def _costs(self, directory: Path) -> Path:
+        """A cost table by which likely drafts pay and others do not: a token costs as much as a twentieth of a step."""
+        rows, widths = (1, MAX_ROWS), tuple(range(1, self._gamma + 2))
+        table = CostTable(
+            version=costs.VERSION,
+            origin=Origin(machine="made up", device="cpu", dtype="float32", checkpoint="any", measured="never"),
+            rows=rows,
+            widths=widths,
+            verify_s=tuple(tuple(1.0 + 0.05 * count * width for width in widths) for count in rows),
+            draft_s=(0.1, 0.1),
+        )
+        path = directory / "costs.json"
+        path.write_bytes(msgspec.json.encode(table))
+        return path
 
     def _tiny_pool(self) -> Tables:
         """A budget of TINY_PAGES pages for TINY_ROWS rows, and few snapshots."""
@@ -309,6 +338,17 @@ def _hits(items: Sequence[Item]) -> Prove:
     return prove
 
 
+def _left_out(client: Client) -> Prove:
+    """Steps were compact, and not every draft was verified."""
+
+    def prove(answers: list[Answer]) -> tuple[str, bool]:
+        steps = int(client.counter("dsparkd_verify_steps_total", 'layout="compact"'))
+        count = int(client.counter("dsparkd_draft_tokens_total", 'fate="not_verified"'))
+        return f"{steps} compact steps, {count} drafts left out", steps > 0 and count > 0
+
+    return prove
+
+
 def _retractions(client: Client) -> Prove:
     def prove(answers: list[Answer]) -> tuple[str, bool]:
         count = int(client.counter("dsparkd_retractions_total"))
@@ -344,7 +384,7 @@ def main(argv: list[str]) -> int:
         say(axis.line())
 
     say(HEADER)
-    gate = Gate(checkpoint, arguments.prompts, {}, report)
+    gate = Gate(checkpoint, arguments.prompts, report)
     gate.run()
     say(acceptance_draws.HEADER)
     results = []
