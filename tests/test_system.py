@@ -212,3 +212,36 @@ for number in range(3):
 """
     done = run_python(code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("before", "seated"), [("SCHED_BATCH", "SCHED_OTHER"), ("SCHED_OTHER", "SCHED_OTHER"), ("SCHED_IDLE", "SCHED_IDLE")]
+)
+def test_batch_work_in_its_seat_wakes_like_other_work_with_the_shortest_turns(before: str, seated: str) -> None:
+    """X-28: beside a busy program batch work waits for a turn to end; who chose another class keeps it."""
+    code = f"""
+import ctypes, os, struct
+from dsparkd.system import Seat, _SYS_SCHED_SETATTR
+
+def attributes():
+    held = ctypes.create_string_buffer(48)
+    number = _SYS_SCHED_SETATTR + 1  # sched_getattr is its neighbour
+    assert ctypes.CDLL(None).syscall(number, 0, held, len(held), 0) == 0
+    size, policy, flags, nice, priority, turn_ns, deadline, period = struct.unpack("=IIQiIQQQ", held.raw)
+    return policy, nice, turn_ns
+
+os.nice(7)
+os.sched_setscheduler(0, os.{before}, os.sched_param(0))
+at_first = attributes()
+seat = Seat(0, os.sched_getaffinity(0))
+for _ in range(2):
+    seat.take()
+    policy, nice, turn_ns = attributes()
+    assert (policy, nice) == (os.{seated}, at_first[1])
+    # Kernels before 6.12 tell no turns.
+    assert "{before}" != "SCHED_BATCH" or turn_ns in (0, 100_000)
+    seat.leave()
+    assert attributes() == at_first
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")

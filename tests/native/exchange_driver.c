@@ -1,6 +1,7 @@
 /* Drives exchange.c from C, where sanitizers see all of it: `driver threads|processes COUNT SPIN_NS`, `driver misuse`;
  * `driver measure COUNT SPIN_NS CPU CPU` prints total, skew and after-last of each exchange of both pinned ranks, and
- * `driver floor COUNT 0 CPU CPU` what this machine takes to wake a sleeping process that wakes its waker in turn.
+ * `driver floor COUNT 0 CPU CPU` what this machine takes to wake a sleeping process that wakes its waker in turn;
+ * `driver meeting COUNT 0 CPU CPU` what it takes two processes to meet in a word each, with a wake and a sleep alone.
  * Threads share one mapping, because a race detector knows an address and not the page behind it. Exit 1: a wrong
  * word or code, said on standard error. */
 #include "exchange.c"
@@ -184,6 +185,40 @@ static void run_floor(long count, const int *cpus)
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
+/* The barest meeting of two pinned processes that never spin: say one's number, wake who waits for it, and sleep until
+ * the other one has said its own. The child's figures come first. */
+static void run_meeting(long count, const int *cpus)
+{
+    char *memory = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    const pid_t child = fork();
+    const int rank = child == 0;
+    uint64_t *spent_ns = calloc((size_t)count, sizeof *spent_ns);
+    _Atomic uint32_t *own, *peer;
+    uint64_t begun_ns = 0, ended_ns = 0;
+    cpu_set_t cpu;
+    int status = 0;
+
+    CPU_ZERO(&cpu);
+    CPU_SET((size_t)cpus[rank], &cpu);
+    CHECK(memory != MAP_FAILED && spent_ns != NULL && child >= 0 && sched_setaffinity(0, sizeof cpu, &cpu) == 0);
+    own = (_Atomic uint32_t *)(void *)(memory + rank * 2 * LINE_BYTES);
+    peer = (_Atomic uint32_t *)(void *)(memory + (1 - rank) * 2 * LINE_BYTES);
+    for (uint32_t number = 1; number <= (uint32_t)count; number++) {
+        CHECK(read_clock(&begun_ns));
+        atomic_store(own, number);
+        wake(own, 1);
+        for (uint32_t seen = atomic_load(peer); seen < number; seen = atomic_load(peer))
+            (void)sleep_on(peer, seen, begun_ns + TIMEOUT_NS);
+        CHECK(read_clock(&ended_ns));
+        spent_ns[number - 1] = ended_ns - begun_ns;
+    }
+    if (child != 0)
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    for (long number = 0; number < count; number++)
+        (void)printf("%" PRIu64 "\n", spent_ns[number]);
+    free(spent_ns);
+}
+
 /* Every refusal that needs no peer, each with a short buffer for its text. */
 static void run_misuse(void)
 {
@@ -220,6 +255,8 @@ int main(int argc, char **argv)
 
     if (argc > 1 && strcmp(argv[1], "floor") == 0)
         run_floor(count, cpus);
+    else if (argc > 1 && strcmp(argv[1], "meeting") == 0)
+        run_meeting(count, cpus);
     else if (argc > 1 && strcmp(argv[1], "measure") == 0)
         run_measure(count, spin_ns, cpus);
     else if (argc > 1 && strcmp(argv[1], "threads") == 0)

@@ -97,7 +97,8 @@ def test_a_figure_over_its_bound_fails_the_bench() -> None:
 
 
 @pytest.mark.parametrize(
-    ("us", "floor_us", "verdict"), [(6.0, 20.0, "ok"), (6.1, 20.0, "floor"), (20.1, 20.0, "over"), (6.1, 1.0, "over")]
+    ("us", "floor_us", "verdict"),
+    [(6.0, 20.0, "ok"), (6.1, 20.0, "floor"), (25.6, 20.0, "floor"), (25.7, 20.0, "over"), (6.1, 1.0, "over")],
 )
 def test_a_bound_below_the_machines_floor_is_told_as_that_and_only_what_exceeds_the_floor_fails(
     us: float, floor_us: float, verdict: str

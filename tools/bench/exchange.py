@@ -7,8 +7,10 @@ machine meets all of them. native: what the C call measures of itself, from its 
 Python caller sees around that call; loop: with the words that the scheduler's loop uses, in and out. skew: how far
 apart the ranks came; after last: from the later one's arrival to the end, which is what an exchange costs. C: the same
 two processes without Python, nothing but exchanges; waking: half a round trip of one futex word between two sleepers,
-which is what the machine takes to wake one, and no more. Where a bound for exchanges that sleep lies below that, the
-bound says nothing of the code; the verdict is then "floor", as long as an exchange costs no more than the waking.
+which is what the machine takes to wake one, and no more; meeting: two sleepers that meet by a word each, a wake and a
+sleep, and nothing else. Where a bound for exchanges that sleep lies below that meeting, the bound says nothing of the
+code; the verdict is then "floor", as long as an exchange costs no more than the meeting, within this machine's noise,
+and an exchange without sleep.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ BLOCK = 500
 SLEEPING = "native, spin 0"
 GLOO_SHARE = 10  # one gloo exchange for so many native ones: it takes a hundred times as long
 WORDS = Words((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 6), 0)
-TURNS = 4  # of the C driver, so that what it measures beside each other meets the same moments of the machine
+AWAKE_US = 0.6  # p50 of an exchange in which nobody sleeps
+FLOOR_MARGIN = 1.25  # turns of one and the same meeting differ by more on two cores: medians of 9 to 16 us were seen
+TURNS = 10  # of the C driver, so that what it measures beside each other meets the same moments of the machine
 # What must hold, microseconds: kind, series, percentile, bound, and the series that is the machine's own (X-34).
 BOUNDS = (
-    ("native", "C: native", "p50", 0.6, ""),
+    ("native", "C: native", "p50", AWAKE_US, ""),
     ("native", "C: native", "p99", 3.0, ""),
     ("native", "python", "p50", 2.0, ""),
     ("native", "python", "p99", 10.0, ""),
-    (SLEEPING, "C: native", "p50", 6.0, "C: waking"),
+    (SLEEPING, "C: native", "p50", 6.0, "C: meeting"),
 )
 DRIVER = ROOT / "tests" / "native" / "exchange_driver.c"
 SERIES = ("native", "skew", "after last", "python", "loop")
@@ -219,8 +223,9 @@ def run_c(
     measured: dict[str, dict[str, list[int]]] = {name: {} for name in kinds}
     share = -(-count // TURNS)
     for _ in range(TURNS):
-        waking = [line[0] for line in run_driver(directory, "floor", share, 0.0, cpus)]
-        measured[SLEEPING].setdefault("C: waking", []).extend(waking)
+        for mode, series in (("floor", "C: waking"), ("meeting", "C: meeting")):
+            told = [line[0] for line in run_driver(directory, mode, share, 0.0, cpus)]
+            measured[SLEEPING].setdefault(series, []).extend(told)
         for name, shared in kinds.items():
             columns = zip(*run_driver(directory, "measure", share, shared.spin_s, cpus), strict=True)
             for series, column in zip(SERIES, columns, strict=False):
@@ -295,7 +300,7 @@ def judge(figures: Figures) -> list[dict[str, object]]:
     for kind, series, percentile, bound, own in BOUNDS:
         found = figures[kind][series][percentile]
         floor = figures[kind][own][percentile] if own else 0.0
-        verdict = "ok" if found <= bound else "floor" if found <= floor else "over"
+        verdict = "ok" if found <= bound else "floor" if found <= FLOOR_MARGIN * floor + AWAKE_US else "over"
         what = f"{kind}: {series} {percentile}"
         verdicts.append({"what": what, "us": found, "bound_us": bound, "floor_us": floor, "verdict": verdict})
     return verdicts
