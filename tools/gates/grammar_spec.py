@@ -320,15 +320,22 @@ def answer_all(checkpoint: Path, cases: Sequence[schemas.Case], most: int, at_on
             return list(threads.map(ask, enumerate(cases)))
 
 
+def find_cases(checkpoint: Path) -> list[schemas.Case]:
+    """The schemas gate's cases; plain decoding says which questions the checkpoint answers rightly by itself."""
+    model = checkpoint.name
+    engine = {"checkpoint": str(checkpoint), "dtype": "float32"}
+    with Server({**schemas.PATIENT, "engine": engine, "dspark": {"enabled": False}}) as server:
+        known = schemas.Known(server.wait_ready().base_url, model, exam.load_encoding(checkpoint))
+        return [
+            *schemas.extraction_cases(known, model),
+            *schemas.call_cases(known, model),
+            *schemas.shape_cases(model),
+        ]
+
+
 def compare_answers(checkpoint: Path) -> tuple[int, list[str]]:
     """How many answers were compared, and what differs or is wrong."""
-    model = checkpoint.name
-    encoding = exam.load_encoding(checkpoint)
-    cases = [
-        *schemas.extraction_cases(encoding, model),
-        *schemas.call_cases(encoding, model),
-        *schemas.shape_cases(model),
-    ]
+    cases = find_cases(checkpoint)
     gamma = load_model_config(checkpoint).gamma
     ways = ((0, CONCURRENCY), (1, CONCURRENCY), (gamma, CONCURRENCY), (gamma, 1))
     answers = {way: answer_all(checkpoint, cases, *way) for way in ways}
