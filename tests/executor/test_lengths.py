@@ -148,6 +148,7 @@ def test_equal_chances_go_to_the_nearer_draft_then_to_the_earlier_row() -> None:
     assert admit([[0.5] * 4, [0.5] * 4], 1, GAMMA) == (1, 0)
     assert admit([[0.5] * 4, [0.5] * 4], 2, GAMMA) == (1, 1)
     assert admit([[0.5] * 4, [0.5] * 4], 3, GAMMA) == (2, 1)
+    assert admit([[0.5] * 4, [0.5, 0.1, 0.1, 0.1]], 2, GAMMA) == (1, 1)
 
 
 def test_a_step_whose_tokens_cost_as_much_as_they_bring_is_better_without_drafts() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from dsparkd.executor import rejection
 from dsparkd.executor.accept import Block, NoiseKeys, accept_coupled, accept_rejection
 from dsparkd.executor.draft import Blocks
+from dsparkd.executor.plan import Speculation
 from dsparkd.executor.rejection import picker
 from dsparkd.executor.sampler import SampleRow
 from dsparkd.executor.verify import Asked
 from dsparkd.messages import SamplingParams
 from dsparkd.model.dspark import Drafts
+from tests.executor.test_verify import GREEDY, Lab, Text, prefill, prompt
 
 VOCAB, GAMMA = 16, 3
 
@@ -32,7 +36,10 @@ class Case:
             for i in range(count)
         ]
         self.positions = [draw.randint(1, 900) for _ in range(count)]
-        self.target = torch.randn(count, GAMMA + 1, VOCAB, generator=generator).mul(2).softmax(-1)
+        target = torch.randn(count, GAMMA + 1, VOCAB, generator=generator).mul(2)
+        # The target likes the drafts, or next to none would stand.
+        target[:, :GAMMA].scatter_add_(2, self.ids[:, :, None], torch.full((count, GAMMA, 1), 4.0))
+        self.target = target.softmax(-1)
 
     def part(self, rows: list[int]) -> tuple[Blocks, list[tuple[int, ...]], Asked, torch.Tensor]:
         """The step that holds these windows only, and what its rows would be drawn from."""
@@ -118,3 +125,20 @@ def test_windows_without_drafts_draw_from_the_target() -> None:
         assert case.target[i, 0, ids[0]] > 0
     case.target = torch.nn.functional.one_hot(torch.arange(120).view(30, 4) % VOCAB, VOCAB).float()
     assert case.pick(list(range(30))) == [[4 * i % VOCAB] for i in range(30)]
+
+
+@pytest.mark.parametrize("is_coupled", [True, False])
+def test_a_step_that_drafts_lets_the_configured_rule_choose(
+    is_coupled: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rejection configured, no id of a window may come from the coupled draw, and the other way round."""
+    lab = Lab(checkpoint)
+    lab.executor._is_coupled = is_coupled
+    monkeypatch.setattr(rejection, "picker", lambda blocks, drafts, asked: lambda probs: torch.full((len(probs),), 5))
+    text = Text(prompt(20), GREEDY, 1)
+    prefill(lab, [text])
+    lab.desk.blocks["1"] = (5, 5, 9, 9, 9)
+
+    (output,) = lab.step([text.row()], Speculation(5, (6, 0)))
+
+    assert (output.token_ids == (5, 5, 5)) != is_coupled
