@@ -28,7 +28,7 @@ from dsparkd.http.keys import ApiKeys
 from dsparkd.ipc.wiring import make_wiring
 from dsparkd.kv.geometry import KVGeometry, PoolSizes, size_pool
 from dsparkd.model.checkpoint import StoredDtype, TensorSpec, Use, expected_tensors
-from dsparkd.model.config import ModelConfig, load_model_config
+from dsparkd.model.config import ModelConfig, load_model_config, verified_drafts
 from dsparkd.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = load_model_config(Path(config.engine.checkpoint))
         if options.command == "grammar-store":
             return store_cli.run(config, model, options.verb, options.bodies)
+        verified_drafts(config.dspark, model)
         sizes = check_memory(config, model)
         ApiKeys.load(config.server)  # the front end reads them itself; here only to refuse before anything is forked
         if options.command == "check-config":
@@ -152,20 +153,22 @@ def check_memory(config: Config, model: ModelConfig) -> PoolSizes | None:
         )
     if config.kv.device_bytes is None:
         return None
-    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype)
+    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype, config.dspark.enabled)
     return size_pool(geometry, config, config.kv.device_bytes)
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Return bytes of one rank's shared weights and of its half of the experts, in the engine's dtype."""
-    shared = expert = 0
+def weight_bytes(model: ModelConfig, dtype: str) -> tuple[int, int, int]:
+    """Return bytes of one rank's shared weights, its half of the experts and its drafter, in the engine's dtype."""
+    shared = expert = draft = 0
     for spec in expected_tensors(model).values():
         size = _loaded_bytes(spec, dtype)
         if spec.use is Use.TARGET:
             shared += size
         elif spec.use is Use.EXPERT:
             expert += size
-    return shared, expert // 2
+        else:
+            draft += size if spec.expert is None else size // 2
+    return shared, expert // 2, draft
 
 
 def _loaded_bytes(spec: TensorSpec, dtype: str) -> int:
@@ -187,9 +190,11 @@ def _loaded_bytes(spec: TensorSpec, dtype: str) -> int:
 
 def render_memory(config: Config, model: ModelConfig, sizes: PoolSizes | None) -> str:
     """Return the table of what one rank will hold, pool by pool."""
-    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype)
-    shared, experts = weight_bytes(model, config.engine.dtype)
+    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype, config.dspark.enabled)
+    shared, experts, drafter = weight_bytes(model, config.engine.dtype)
     rows = [("weights, shared", "", "", shared), ("weights, experts of this rank", "", "", experts)]
+    if config.dspark.enabled:
+        rows.append(("weights, drafter", "", "", drafter))
     if sizes is not None:
         rows += _pool_rows(geometry, sizes)
     lines = [f"memory of each rank ({config.engine.device}, {config.engine.dtype})"]

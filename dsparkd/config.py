@@ -154,6 +154,24 @@ class KVConfig(Section, frozen=True, kw_only=True):
         self._require(0 < self.snapshot_share < 1, "snapshot_share", "use a number inside 0..1")
 
 
+class SpeculationConfig(Section, frozen=True, kw_only=True):
+    """[dspark] drafts of the checkpoint's drafter, verified by its target."""
+
+    enabled: bool = False
+    gamma: int | None = None  # the checkpoint's, and checked against it
+    max_verify: int | None = None  # resolve() leaves it; all of a block
+    verify: Literal["all", "compact"] = "all"
+    acceptance: Literal["coupled", "rejection"] = "coupled"
+    cost_table: str = ""
+
+    def __post_init__(self) -> None:
+        self._require(self.gamma is None or self.gamma > 0, "gamma", "use the checkpoint's dspark_block_size")
+        self._require(self.max_verify is None or self.max_verify >= 0, "max_verify", "use 0 or a number of drafts")
+        most = self.gamma
+        if self.max_verify is not None and most is not None:
+            self._require(self.max_verify <= most, "max_verify", f"use 0..dspark.gamma ({most})")
+
+
 class HealthConfig(Section, frozen=True, kw_only=True):
     """[health] when a rank counts as alive."""
 
@@ -319,6 +337,7 @@ class Config(Section, frozen=True, kw_only=True):
     log: LogConfig = LogConfig()
     text: TextConfig = TextConfig()
     grammar: GrammarConfig = GrammarConfig()
+    dspark: SpeculationConfig = SpeculationConfig()
 
 
 TABLE_NAMES: dict[type, str] = {
@@ -339,6 +358,7 @@ TABLE_NAMES: dict[type, str] = {
     GrammarConfig: "grammar",
     GrammarCacheConfig: "grammar.cache",
     GrammarStoreConfig: "grammar.store",
+    SpeculationConfig: "dspark",
 }
 
 
@@ -378,7 +398,8 @@ def _anchor_paths(config: Config, directory: Path) -> Config:
     server = msgspec.structs.replace(config.server, api_keys_file=anchor(config.server.api_keys_file))
     store = msgspec.structs.replace(config.grammar.store, directory=anchor(config.grammar.store.directory))
     grammar = msgspec.structs.replace(config.grammar, store=store)
-    return msgspec.structs.replace(config, engine=engine, server=server, grammar=grammar)
+    dspark = msgspec.structs.replace(config.dspark, cost_table=anchor(config.dspark.cost_table))
+    return msgspec.structs.replace(config, engine=engine, server=server, grammar=grammar, dspark=dspark)
 
 
 def resolve(config: Config, hardware: Hardware) -> Config:

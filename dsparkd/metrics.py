@@ -82,7 +82,16 @@ PATH_ACTIVE = _family(
     "path_active",
     "gauge",
     "1 if the path was proven at start and is in use, else 0.",
-    path=("native_exchange", "gloo_exchange", "prefix_cache", "mixed_step", "grammar_traversal", "grammar_store"),
+    path=(
+        "native_exchange",
+        "gloo_exchange",
+        "prefix_cache",
+        "mixed_step",
+        "grammar_traversal",
+        "grammar_store",
+        "dspark",
+        "dspark_compact",
+    ),
 )
 READY = _family("ready", "gauge", "1 while new work is accepted.", by_rank=False)
 
@@ -237,21 +246,21 @@ EXCHANGE_SECONDS = _family(
     "exchange_seconds_total",
     "counter",
     "Time in the agreement of the two ranks; total - after_last is the wait for a rank that came later.",
-    channel=("plan",),
+    channel=("plan", "tier"),
     phase=("total", "peer_wait", "arrival_skew", "after_last"),
 )
-EXCHANGE_CALLS = _family("exchange_calls_total", "counter", "Agreements of the two ranks.", channel=("plan",))
+EXCHANGE_CALLS = _family("exchange_calls_total", "counter", "Agreements of the two ranks.", channel=("plan", "tier"))
 EXCHANGE_SLEEPS = _family(
-    "exchange_sleeps_total", "counter", "Times that a rank slept in an agreement.", channel=("plan",)
+    "exchange_sleeps_total", "counter", "Times that a rank slept in an agreement.", channel=("plan", "tier")
 )
 EXCHANGE_WAKES = _family(
-    "exchange_wakes_total", "counter", "Times that a rank woke the other one in an agreement.", channel=("plan",)
+    "exchange_wakes_total", "counter", "Times that a rank woke the other one in an agreement.", channel=("plan", "tier")
 )
 EXCHANGE_MAX_SECONDS = _family(
     "exchange_max_seconds",
     "gauge",
     "Longest agreement of the latest finished second, 0 for a second without one.",
-    channel=("plan",),
+    channel=("plan", "tier"),
     phase=("total", "peer_wait", "arrival_skew", "after_last"),
 )
 EXCHANGE_ERRORS = _family(
@@ -260,7 +269,7 @@ EXCHANGE_ERRORS = _family(
     "Agreements that failed; the first one ends the server, and its code is also in the crash report.",
     code=EXCHANGE_CODES,
 )
-EXCHANGE_SEQUENCE = _family("exchange_sequence", "gauge", "Number of the last agreement.", channel=("plan",))
+EXCHANGE_SEQUENCE = _family("exchange_sequence", "gauge", "Number of the last agreement.", channel=("plan", "tier"))
 
 _GRAMMAR_SOURCES = ("memory", "in_flight", "disk", "local_compile", "compile")
 GRAMMAR_RESOLUTIONS = _family(
@@ -337,6 +346,30 @@ MASK_SECONDS = _family(
     phase=("traverse",),
 )
 
+DRAFT_TOKENS = _family(
+    "draft_tokens_total",
+    "counter",
+    "Drafted tokens: accepted, refused by the target, or never shown to it.",
+    fate=("accepted", "refused", "not_verified"),
+)
+ACCEPTED_PER_STEP = _family(
+    "accepted_per_step",
+    "histogram",
+    "Tokens that a step gave a row that was drafted for: its accepted drafts and the one behind them.",
+    buckets=(1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 65),
+)
+VERIFY_STEPS = _family(
+    "verify_steps_total",
+    "counter",
+    "Steps that verified drafts: all of them up to dspark.max_verify, or as many as paid.",
+    layout=("all", "compact"),
+)
+GRAMMAR_TRUNCATED = _family(
+    "grammar_truncated_tokens_total",
+    "counter",
+    "Accepted tokens that fell away because the text had ended before them.",
+)
+
 CHILD_EXITS = _family(
     "child_exits_total",
     "counter",
@@ -398,6 +431,10 @@ FAMILIES: tuple[Family, ...] = (
     MASK_STEPS,
     MASK_ROWS,
     MASK_SECONDS,
+    DRAFT_TOKENS,
+    ACCEPTED_PER_STEP,
+    VERIFY_STEPS,
+    GRAMMAR_TRUNCATED,
     CHILD_EXITS,
 )
 

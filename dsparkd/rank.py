@@ -22,7 +22,7 @@ import msgspec
 
 from dsparkd import log as log_module
 from dsparkd import metrics, system
-from dsparkd.config import Config, ExchangeConfig, GrammarConfig, HealthConfig, RoutingConfig
+from dsparkd.config import Config, ExchangeConfig, GrammarConfig, HealthConfig, RoutingConfig, SpeculationConfig
 from dsparkd.errors import (
     EXIT_FATAL,
     EXIT_OK,
@@ -34,9 +34,10 @@ from dsparkd.errors import (
     StartError,
 )
 from dsparkd.executor.collectives import RankGroups
+from dsparkd.executor.costs import CostTable, load_cost_table
 from dsparkd.executor.executor import Executor, rank_device
 from dsparkd.executor.masks import Masker
-from dsparkd.executor.plan import Plan, PlanRow, SlotStart, StepKind
+from dsparkd.executor.plan import Plan, PlanRow, SlotStart, Speculation, StepKind
 from dsparkd.grammar.compiler import Compiler
 from dsparkd.grammar.matcher import keep_lock_in_short_calls
 from dsparkd.grammar.service import GrammarService
@@ -58,7 +59,7 @@ from dsparkd.messages import (
     decode_from_probe,
     decode_to_rank,
 )
-from dsparkd.model.config import load_model_config
+from dsparkd.model.config import load_model_config, verified_drafts
 from dsparkd.native.exchange import Attachment, config_digest
 from dsparkd.scheduler.account import Account
 from dsparkd.scheduler.exchange import Exchange, GlooExchange, NativeExchange
@@ -68,6 +69,7 @@ from dsparkd.scheduler.policy import Limits, Planner
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory
 from dsparkd.scheduler.results import Committer
+from dsparkd.scheduler.speculation import SpeculationPlanner
 from dsparkd.text.output import THINK_END
 from dsparkd.text.tokenizer import Tokenizer
 
@@ -79,7 +81,6 @@ MAX_PENDING_BYTES = 64 << 20
 PROMPT_LOGIT_TOKENS = 512
 # The compile of a grammar may keep the grammar thread from reading what the probe process says.
 PROBE_SEND_TIMEOUT_S = 60.0
-CHAIN_NODES = 1  # the anchor alone: nothing is drafted
 MAX_CAUSE_CHARS = 300  # of a failure's text, in an error that every client gets
 NUM_AWAKE = 4  # processes that run when a message comes: parent, detokenizer and both ranks
 LAST_WORDS_S = 3.0  # for the parent to read a crash report; it ends this process soon after
@@ -139,6 +140,8 @@ class Rank:
         self._native: NativeExchange | None = None
         self._grammars: GrammarService | None = None
         self._paths: tuple[PathState, ...] = ()
+        self._max_drafts = 0
+        self._speculation: SpeculationPlanner | None = None
         self._queue = RequestQueue()
         self._loop: Loop | None = None
 
@@ -149,7 +152,20 @@ class Rank:
         spin_s = choose_spin_s(timeouts.spin_s, system.cpu_share_available())
         if timeouts.kind == "native":
             self._native = open_native_exchange(config, self._wiring, spin_s)
-        self._paths = (*exchange_paths(timeouts, spin_s), *PATHS, *grammar_paths(config.grammar))
+        model_config = load_model_config(Path(config.engine.checkpoint))
+        self._max_drafts = verified_drafts(config.dspark, model_config)
+        table = open_cost_table(config, model_config.gamma) if self._max_drafts else None
+        if self._max_drafts:
+            is_compact = config.dspark.verify == "compact"
+            self._speculation = SpeculationPlanner(
+                self._max_drafts, config.scheduler.max_rows, is_compact=is_compact, table=table
+            )
+        self._paths = (
+            *exchange_paths(timeouts, spin_s),
+            *PATHS,
+            *grammar_paths(config.grammar),
+            *draft_paths(config.dspark, self._max_drafts, model_config.gamma, table),
+        )
         masker, desk = self._open_grammars() if config.grammar.enabled else (None, None)
         self._progress("groups", 0, 1)
         self._groups = groups = RankGroups.open(
@@ -167,7 +183,9 @@ class Rank:
         if self._native is not None:
             self._native.prove(timeouts.timeout_s)
         self._progress("warm_up", 0, 1)
-        longest_tick_s = warm_up(executor, warm_up_plans(config, executor.sizes.num_pages), time.monotonic_ns)
+        longest_tick_s = warm_up(
+            executor, warm_up_plans(config, executor.sizes.num_pages, self._max_drafts), time.monotonic_ns
+        )
         require_fresh_snapshots(config.health, longest_tick_s)
         require_patient_senders(config.routing, longest_tick_s)
         num_frozen = freeze_garbage() if config.gc.freeze else 0
@@ -214,17 +232,19 @@ class Rank:
             raise InvariantError("grammar.enabled, and this process inherited no end of the probe process")
         checkpoint = Path(config.engine.checkpoint)
         model = load_model_config(checkpoint)
-        vocabularies = make_vocabularies(Tokenizer.load(checkpoint), model.vocab_size, (model.eos_token_id,))
+        tokenizer = Tokenizer.load(checkpoint)
+        vocabularies = make_vocabularies(tokenizer, model.vocab_size, (model.eos_token_id,))
         compiler = Compiler(vocabularies, grammar.compiler_threads)
         keep_lock_in_short_calls()
         traversal = open_traversal(grammar.traversal, grammar.traversal_threads or 1, compiler.info)
         masker = Masker(
             traversal,
             config.scheduler.max_rows,
-            CHAIN_NODES,
+            1 + self._max_drafts,
             model.vocab_size,
             grammar.traversal_timeout_s,
             grammar.compile_timeout_s,
+            think_end_id=tokenizer.marker_id(THINK_END),
             pin=config.engine.device == "cuda",
         )
         channel = Channel(
@@ -258,6 +278,7 @@ class Rank:
             page_tokens=page_tokens,
             snapshot_tokens=config.kv.snapshot_pages * page_tokens,
             prompt_logit_tokens=max(PROMPT_LOGIT_TOKENS // page_tokens, 1) * page_tokens,
+            max_drafts=self._max_drafts,
         )
         planner = Planner(self._queue, memory, limits)
         texts = Tokenizer.load(Path(config.engine.checkpoint))
@@ -280,7 +301,14 @@ class Rank:
             bounds,
             Lines(self._parent, self._detokenizer, exchange, board.publish),
             Parts(
-                self._queue, memory, planner, committer, executor, desk, choose_seat(dp_rank, os.sched_getaffinity(0))
+                self._queue,
+                memory,
+                planner,
+                committer,
+                executor,
+                desk,
+                choose_seat(dp_rank, os.sched_getaffinity(0)),
+                self._speculation,
             ),
             Account(dp_rank, self._tally, time.monotonic_ns),
             AlarmWatch(config.watchdog.tick_timeout_s),
@@ -401,6 +429,32 @@ def grammar_paths(config: GrammarConfig) -> tuple[PathState, PathState]:
     return PathState("grammar_traversal", "active", f'grammar.traversal = "{config.traversal}"'), store
 
 
+def draft_paths(
+    config: SpeculationConfig, max_drafts: int, gamma: int, table: CostTable | None
+) -> tuple[PathState, PathState]:
+    """What drafts and verifies, for /server_info and the log."""
+    why = "dspark.enabled = false" if not config.enabled else "dspark.max_verify = 0" if not max_drafts else ""
+    if why:
+        return PathState("dspark", "off", why), PathState("dspark_compact", "off", why)
+    drafts = PathState("dspark", "active", f'up to {max_drafts} of {gamma} drafts, acceptance "{config.acceptance}"')
+    if config.verify == "all":
+        return drafts, PathState("dspark_compact", "off", 'dspark.verify = "all"')
+    costs = "no cost table, so every draft pays"
+    if table is not None:
+        origin = table.origin
+        costs = f"costs measured on {origin.machine} at {origin.measured} with {origin.checkpoint}"
+    return drafts, PathState("dspark_compact", "active", f'dspark.verify = "compact", {costs}')
+
+
+def open_cost_table(config: Config, gamma: int) -> CostTable | None:
+    """Read what steps cost where windows are compact and a file is named. Raises ConfigError."""
+    dspark, engine = config.dspark, config.engine
+    if dspark.verify == "all" or not dspark.cost_table:
+        return None
+    path = Path(dspark.cost_table)
+    return load_cost_table(path, gamma, config.scheduler.max_rows, engine.device, engine.dtype)
+
+
 def open_native_exchange(config: Config, wiring: RankWiring, spin_s: float) -> NativeExchange:
     """Attach to the region that the parent made. Raises CapabilityError."""
     shared = wiring.shared
@@ -419,7 +473,7 @@ def open_native_exchange(config: Config, wiring: RankWiring, spin_s: float) -> N
     return NativeExchange(wiring.dp_rank, attachment, kicks, wiring.peer)
 
 
-def warm_up_plans(config: Config, num_pages: int) -> list[Plan]:
+def warm_up_plans(config: Config, num_pages: int, max_drafts: int) -> list[Plan]:
     """The largest prefill and the widest decode step, on memory that nobody uses yet; equal on both ranks."""
     chunk_tokens = config.scheduler.chunk_tokens
     if chunk_tokens is None:
@@ -429,9 +483,11 @@ def warm_up_plans(config: Config, num_pages: int) -> list[Plan]:
     num_rows = min(config.scheduler.max_rows, num_pages - 1)
     chunk = _warm_up_row(1, (0,) * length, tuple(pages))
     rows = tuple(_warm_up_row(slot, (0,), (slot,)) for slot in range(1, num_rows + 1))
+    num_tokens = num_rows * (1 + max_drafts)
+    speculation = Speculation(max_drafts, (num_tokens, num_tokens)) if max_drafts else None
     return [
-        Plan(kind, rows, tuple(SlotStart(row.slot, None, 0) for row in rows))
-        for kind, rows in ((StepKind.PREFILL, (chunk,)), (StepKind.DECODE, rows))
+        Plan(StepKind.PREFILL, (chunk,), (SlotStart(1, None, 0),)),
+        Plan(StepKind.DECODE, rows, tuple(SlotStart(row.slot, None, 0) for row in rows), speculation=speculation),
     ]
 
 

@@ -53,6 +53,12 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "kv.device_fraction": ([], [0.0, 1.0, -0.5, 1.5, True]),  # accepted on cuda alone: see below
     "kv.snapshot_pages": ([1, 100], [0, -1, True]),
     "kv.snapshot_share": ([0.001, 0.999], [0, 1, -1, True]),
+    "dspark.enabled": ([True, False], [1, "yes"]),
+    "dspark.gamma": ([1, 5, 64], [0, -1, True, "5"]),
+    "dspark.max_verify": ([0, 1, 5], [-1, True, "1", 1.5]),
+    "dspark.verify": (["all", "compact"], ["", "none", 1]),
+    "dspark.acceptance": (["coupled", "rejection"], ["", "greedy", 1]),
+    "dspark.cost_table": (["", "/etc/steps.json"], [1, False]),
     "health.max_age_s": ([3.001, 1e6], [3.0, 0, True]),
     "health.max_skew_s": ([0.001, 60], [0, -1, True]),
     "health.heartbeat_s": ([0.1, 9.9], [0.09, 10.01, 10.0, True]),  # 10 collides with max_age_s = 30

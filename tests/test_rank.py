@@ -29,11 +29,13 @@ from dsparkd.config import (
     RoutingConfig,
     SchedulerConfig,
     ShutdownConfig,
+    SpeculationConfig,
     WatchdogConfig,
     resolve,
 )
 from dsparkd.errors import ConfigError, ExchangeError, InvariantError, PeerError
-from dsparkd.executor.plan import StepKind
+from dsparkd.executor.costs import CostTable, Origin
+from dsparkd.executor.plan import Speculation, StepKind
 from dsparkd.ipc.board import BoardReader, open_board
 from dsparkd.ipc.channel import Channel
 from dsparkd.ipc.wiring import RankWiring, SharedRegion
@@ -397,7 +399,7 @@ def test_frozen_objects_are_counted_and_spared() -> None:
 
 def test_warm_up_runs_the_largest_steps_on_valid_memory(config: Config) -> None:
     """L-15: the longest tick is measured on the largest prefill and the widest decode; both ranks run the same."""
-    chunk, decode = rank.warm_up_plans(config, num_pages=40)
+    chunk, decode = rank.warm_up_plans(config, num_pages=40, max_drafts=0)
     assert (chunk.kind, chunk.num_tokens) == (StepKind.PREFILL, 256)
     assert (decode.kind, decode.num_tokens) == (StepKind.DECODE, 4)
     for plan in (chunk, decode):
@@ -562,3 +564,30 @@ def test_a_rank_that_waits_alone_leaves_when_the_parent_ends_all_waits(serve: Ca
 def test_a_rank_has_a_seat_where_processors_are_few(processors: int, has_seat: bool) -> None:
     """X-28: with one each, whoever wakes finds its own; on a single one there is nothing to choose."""
     assert (rank.choose_seat(1, range(processors)) is not None) is has_seat
+
+
+def test_m06_every_way_of_drafting_says_why() -> None:
+    """M-06: on, off and by which costs; /server_info and the log show it."""
+    origin = Origin(machine="lab", device="cpu", dtype="float32", checkpoint="nano", measured="2026-11-30T00:00:00Z")
+    one = ((1.0, 1.0), (1.0, 1.0))
+    table = CostTable(version=1, origin=origin, rows=(1, 2), widths=(1, 6), verify_s=one, draft_s=(1.0, 1.0))
+    cases = [
+        (SpeculationConfig(), 0, None, ("off", "off"), "dspark.enabled = false"),
+        (SpeculationConfig(enabled=True, max_verify=0), 0, None, ("off", "off"), "dspark.max_verify = 0"),
+        (SpeculationConfig(enabled=True), 3, None, ("active", "off"), "up to 3 of 5 drafts"),
+        (SpeculationConfig(enabled=True, verify="compact"), 5, None, ("active", "active"), "every draft pays"),
+        (SpeculationConfig(enabled=True, verify="compact"), 5, table, ("active", "active"), "measured on lab"),
+    ]
+    for config, most, costs, states, words in cases:
+        paths = rank.draft_paths(config, most, 5, costs)
+        assert [path.path for path in paths] == ["dspark", "dspark_compact"]
+        assert tuple(path.state for path in paths) == states
+        assert words in paths[0].why + paths[1].why
+
+
+def test_a_warm_up_drafts_where_the_server_does(config: Config) -> None:
+    """L-15: the longest tick is that of the widest step."""
+    plans = rank.warm_up_plans(config, num_pages=40, max_drafts=5)
+    rows = len(plans[1].rows)
+    assert plans[1].speculation == Speculation(5, (6 * rows, 6 * rows))
+    assert plans[0].speculation is None

@@ -157,3 +157,8 @@ class Client:
         """Sum of a metric family over its series, or over those with a label such as `dp_rank="0"`."""
         pattern = re.compile(rf"^{name}(?:\{{([^}}]*)\}})? (\S+)$", re.MULTILINE)
         return sum(float(value) for labels, value in pattern.findall(self._get("/metrics")) if label in labels)
+
+
+def num_differing(base: Sequence[object], other: Sequence[object]) -> int:
+    """Positions at which two runs differ; one that ends earlier differs in all that it lacks."""
+    return sum(a != b for a, b in zip(base, other, strict=False)) + abs(len(base) - len(other))

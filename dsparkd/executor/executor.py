@@ -10,9 +10,11 @@ import torch
 
 from dsparkd.config import Config, KVConfig
 from dsparkd.errors import CheckpointError, InvariantError
-from dsparkd.executor.masks import Masker, Masks
-from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, StepOutput
-from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow
+from dsparkd.executor import rejection, verify
+from dsparkd.executor.draft import Blocks, DraftDesk
+from dsparkd.executor.masks import Masker
+from dsparkd.executor.plan import Plan, RowFailure, StepOutput
+from dsparkd.executor.sampler import Sampler
 from dsparkd.executor.staging import Stager, pad_rows
 from dsparkd.kernels.linear import require_row_invariance
 from dsparkd.kv.geometry import size_pool
@@ -20,7 +22,7 @@ from dsparkd.kv.pool import KVPool
 from dsparkd.model.config import ModelConfig, load_model_config
 from dsparkd.model.moe import ExpertExchange
 from dsparkd.model.transformer import Transformer
-from dsparkd.model.weights import load_transformer
+from dsparkd.model.weights import load_drafter, load_transformer
 from dsparkd.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class Executor:
 
     model_config: the checkpoint's. weight_bytes: what its parameters take on this rank.
     sizes: how many pages, slots and snapshots there are, the null ones included.
-    masker: None where no request has a grammar.
+    masker: None where no request has a grammar. draft_desk: None where nothing is drafted.
+    is_coupled: drafts are accepted by the coupled rule, else by rejection.
     """
 
     def __init__(
@@ -48,6 +51,9 @@ class Executor:
         exchange: ExpertExchange,
         tokenizer: Tokenizer,
         masker: Masker | None = None,
+        draft_desk: DraftDesk | None = None,
+        *,
+        is_coupled: bool = True,
     ) -> None:
         self.model_config = model.config
         self.weight_bytes = weight_bytes
@@ -58,6 +64,8 @@ class Executor:
         self._pool = pool
         self._exchange = exchange
         self._masker = masker
+        self._draft_desk = draft_desk
+        self._is_coupled = is_coupled
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
         self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
 
@@ -82,12 +90,19 @@ class Executor:
         model, weight_bytes = load_transformer(
             directory, model_config, dtype, device, dp_rank, lambda done, total: progress("weights", done, total)
         )
-        geometry = model_config.kv_geometry(config.kv.page_tokens, config.engine.dtype)
+        drafter = None
+        if config.dspark.enabled:
+            drafter, draft_bytes = load_drafter(directory, model, dp_rank)
+            weight_bytes += draft_bytes
+        geometry = model_config.kv_geometry(config.kv.page_tokens, config.engine.dtype, drafts=drafter is not None)
         budget = _budget_bytes(config.kv, device)
         sizes = size_pool(geometry, config, budget)
         pool = KVPool(geometry, sizes, dtype, device)
         progress("pools", pool.device_bytes, pool.device_bytes)
-        return cls(dp_rank, model, weight_bytes, pool, exchange, Tokenizer.load(directory), masker)
+        is_coupled = config.dspark.acceptance == "coupled"
+        desk = DraftDesk(drafter, pool, exchange, is_coupled=is_coupled) if drafter is not None else None
+        tokenizer = Tokenizer.load(directory)
+        return cls(dp_rank, model, weight_bytes, pool, exchange, tokenizer, masker, desk, is_coupled=is_coupled)
 
     @property
     def kv_bytes(self) -> dict[str, int]:
@@ -113,16 +128,44 @@ class Executor:
                 self._pool.reset_slot(begin.slot)
             else:
                 self._pool.load_snapshot(begin.slot, begin.snapshot, begin.position)
-        self._exchange.begin_step((pad_rows(counts[0]), pad_rows(counts[1])))
-        outputs = self._model.forward(self._stager.stage(plan), self._pool, self._exchange)
-        # After the forward pass and before the next: the rings stand at the positions that the plan names.
+        blocks = self._draft(plan, counts)
+        drafts = verify.cut(plan, blocks, self._dp_rank)
+        step = verify.with_drafts(plan, drafts)
+        if plan.speculation is not None:
+            counts = plan.speculation.num_tokens
+        if step.num_tokens > counts[self._dp_rank]:
+            raise InvariantError(f"{step.num_tokens} tokens to verify in a step agreed on as {counts}")
+        padded = (pad_rows(counts[0]), pad_rows(counts[1]))
+        self._exchange.begin_step(padded)
+        desk = self._draft_desk
+        inputs = self._stager.stage(step, padded[self._dp_rank])
+        outputs = self._model.forward(inputs, self._pool, self._exchange, desk.taps if desk is not None else ())
+        if desk is not None and outputs.taps is not None:
+            desk.keep(outputs.taps, inputs)
+        # After the forward pass and before the next: the rings hold what the plan names.
         for save in plan.snapshot_saves:
             self._pool.save_snapshot(save.slot, save.snapshot, save.position)
         # The device computes meanwhile; a step without a grammar touches none of this (D-14).
-        masks = self._masker.fill(plan.rows) if self._masker is not None else None
-        samples, prompts = _sampler_rows(plan, masks)
+        masker = self._masker
+        masks = masker.fill(step.rows, drafts) if masker is not None else None
+        asked = verify.ask(step, drafts, masks, masker.think_end_id if masker is not None else None)
         words = masks.words if masks is not None else None
-        return _step_output(plan, self._sampler.choose(outputs.logits, samples, prompts, words), masks)
+        pick = None
+        if blocks is not None and not self._is_coupled:
+            pick = rejection.picker(blocks, drafts, asked)
+        choices = self._sampler.choose(outputs.logits, asked.samples, asked.prompts, words, pick)
+        rows = verify.collect(step, drafts, asked, choices, masks, blocks)
+        if masks is None:
+            return StepOutput(rows)
+        return StepOutput(rows, len(masks.rows), masks.walk_ns)
+
+    def _draft(self, plan: Plan, counts: tuple[int, int]) -> Blocks | None:
+        """Draft a block for each row of a step that speculates."""
+        if plan.speculation is None:
+            return None
+        if self._draft_desk is None:
+            raise InvariantError("a plan that drafts, where nothing is drafted")
+        return self._draft_desk.propose(plan.rows, counts)
 
     def commit_grammars(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
         """Tell grammars the last ids of rows that have ended; see Masker.commit."""
@@ -134,7 +177,7 @@ class Executor:
         """Let go of weights and pools, so that their memory is free before the process groups end."""
         if self._masker is not None:
             self._masker.close()
-        del self._model, self._pool
+        del self._model, self._pool, self._draft_desk
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -165,58 +208,3 @@ def _has_token(tokenizer: Tokenizer, config: ModelConfig) -> list[bool]:
             f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size is {config.vocab_size}"
         )
     return [bool(tokenizer.token_bytes(token_id)) for token_id in range(config.vocab_size)]
-
-
-def _sampler_rows(plan: Plan, masks: Masks | None) -> tuple[list[SampleRow], list[PromptRow]]:
-    """What the sampler does for each plan row that wants something of it, in plan order."""
-    samples, prompts = [], []
-    mask_rows = {index: place for place, index in enumerate(masks.rows)} if masks is not None else {}
-    first_row = 0
-    for index, row in enumerate(plan.rows):
-        if row.matcher is not None and index not in mask_rows:
-            raise InvariantError(f"request {row.request_id} has a grammar and no mask")
-        if row.prompt_top_logprobs is not None:
-            prompts.append(PromptRow(first_row, _next_prompt_ids(row), row.prompt_top_logprobs))
-        first_row += row.num_logits
-        if row.sampling is not None:
-            position = row.start + len(row.input_ids)
-            samples.append(
-                SampleRow(
-                    first_row - 1,
-                    row.sampling,
-                    row.prompt_ids,
-                    row.output_ids,
-                    position,
-                    mask_rows.get(index),
-                    row.is_thinking,
-                )
-            )
-    return samples, prompts
-
-
-def _next_prompt_ids(row: PlanRow) -> tuple[int, ...]:
-    """The prompt tokens that follow each token of a chunk; the prompt's last token has none."""
-    if row.num_logits != len(row.input_ids):
-        raise InvariantError(
-            f"request {row.request_id}: {row.num_logits} logit rows for its prompt's log-probabilities"
-        )
-    return row.prompt_ids[row.start + 1 : row.start + len(row.input_ids) + 1]
-
-
-def _step_output(plan: Plan, choices: Choices, masks: Masks | None) -> StepOutput:
-    """Hand the sampler's results back to the plan's rows."""
-    chosen = iter(zip(choices.token_ids, choices.logprobs, strict=True))
-    read = iter(choices.prompt_logprobs)
-    failures = masks.failures if masks is not None else {}
-    rows = []
-    for index, row in enumerate(plan.rows):
-        prompt_logprobs = next(read) if row.prompt_top_logprobs is not None else None
-        if row.sampling is None:
-            rows.append(RowOutput((), None, prompt_logprobs))
-            continue
-        token_id, logprob = next(chosen)
-        logprobs = None if logprob is None else (logprob,)
-        rows.append(RowOutput((token_id,), logprobs, prompt_logprobs, failures.get(index)))
-    if masks is None:
-        return StepOutput(tuple(rows))
-    return StepOutput(tuple(rows), len(masks.rows), masks.walk_ns)

@@ -21,20 +21,35 @@ from dsparkd.native.traversal import Traversal, Walk, WalkStatus
 if TYPE_CHECKING:
     from dsparkd.grammar.matcher import Matcher
 
+NO_DRAFT = -1  # no id: every grammar refuses it, so a chain ends before it
 # How often the time of a walk a request may take beyond it, in processor time, over its whole life.
 OVERTIME_FACTOR = 10
 MAX_STUCK = 32  # steps that were given up and still run: each holds a thread and its memory
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """What a grammar says of one row's window, which has a logit row for its anchor and each of its drafts.
+
+    place: of its chain among the masks. first: the first logit row that the grammar holds, more than 0 only where
+    it begins behind a draft. usable: leading logit rows that may be drawn from; drafts behind them cannot be accepted.
+    """
+
+    place: int
+    first: int
+    usable: int
+
+
+@dataclass(frozen=True, slots=True)
 class Masks:
     """Masks of one step. Letters: R constrained rows, W width, N words of 32 ids.
 
-    rows: the plan's indices of the constrained rows, ascending. words [R * W, N] int32, on the host: bit id % 32 of
-    word id // 32; row i * W + j holds what may follow draft j of row i. failures: by plan index.
+    rows: by plan index. words [R * W, N] int32, on the host: bit id % 32 of word id // 32; row place * W + j holds what
+    may follow draft j of its row. failures: by plan index.
     """
 
-    rows: tuple[int, ...]
+    rows: dict[int, Held]
+    width: int
     words: Tensor
     failures: dict[int, RowFailure]
     walk_ns: int
@@ -46,6 +61,7 @@ class Masker:
     num_rows: most constrained rows of a step. width: nodes of a chain, at least 1. timeout_s: after it a walk begins
     with no further node; a request whose walks have taken OVERTIME_FACTOR times as much beyond it, over its whole life
     and in processor time, is given up. hang_s: processor time after which a step that was given up must have ended.
+    think_end_id: ends the reasoning.
     """
 
     def __init__(
@@ -57,10 +73,12 @@ class Masker:
         timeout_s: float,
         hang_s: float,
         *,
+        think_end_id: int | None = None,
         pin: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._traversal = traversal
+        self.think_end_id = think_end_id
         self._width = width
         self._timeout_ns = int(timeout_s * 1e9)
         self._hang_s = hang_s
@@ -71,44 +89,57 @@ class Masker:
         # A step keeps at most a chain of ids of a row, and the next walk hears of them.
         self._walk = Walk(drafts, self._mask.numpy(), vocab_size, max_commits=width)
 
-    def fill(self, rows: Sequence[PlanRow]) -> Masks | None:
-        """Tell each grammar what its row kept and find what may follow; None where no row has a grammar.
+    def fill(self, rows: Sequence[PlanRow], drafts: Sequence[tuple[int, ...]] = ()) -> Masks | None:
+        """Tell each grammar what its row kept and find what may follow that and each of the row's drafts, if any.
 
+        None where no row is held by a grammar. A reasoning row is held from the draft on that ends the reasoning.
         Raises InvariantError for a walk that cannot be right, FatalError for a step that does not end.
         """
-        held = [(index, row.matcher) for index, row in enumerate(rows) if row.matcher is not None]
+        drafts = drafts or ((),) * len(rows)
+        held = [
+            (index, row.matcher, first)
+            for index, (row, drafted) in enumerate(zip(rows, drafts, strict=True))
+            if row.matcher is not None and (first := grammar_start(row, drafted, self.think_end_id)) <= len(drafted)
+        ]
         if not held:
             return None
-        matchers = [matcher for _, matcher in held]
-        walk_ns = self._run(matchers, commits_only=False)
-        failures = {}
-        for request, (index, _) in enumerate(held):
-            failure = self._failure(request)
-            if failure is not None:
+        for tree, (index, _, _) in enumerate(held):
+            self._walk.drafts[tree] = NO_DRAFT
+            self._walk.drafts[tree, 1 : 1 + len(drafts[index])] = drafts[index]
+        walk_ns = self._run([matcher for _, matcher, _ in held], [first for _, _, first in held], commits_only=False)
+        found, failures = {}, {}
+        for place, (index, matcher, first) in enumerate(held):
+            failure = self._failure(place)
+            # Before its first row the grammar holds nothing; what is wrong with it shows when that row is the anchor's,
+            # unless nothing may be asked of it any more.
+            if failure is not None and (first == 0 or matcher.is_stuck):
                 failures[index] = failure
-        return Masks(tuple(index for index, _ in held), self._mask[: len(held) * self._width], failures, walk_ns)
+            usable = min(max(int(self._walk.usable_rows[place]), first), 1 + len(drafts[index]))
+            found[index] = Held(place, first, usable)
+        return Masks(found, self._width, self._mask[: len(held) * self._width], failures, walk_ns)
 
     def commit(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
         """Tell grammars the ids of rows that take part in no walk any more, and say which of them cannot be right.
 
         Masks of the last `fill` stay as they are. Raises as `fill`.
         """
-        self._run(matchers, commits_only=True)
+        self._run(matchers, [0] * len(matchers), commits_only=True)
         sound = (WalkStatus.WALKED, WalkStatus.ENDED)
         return [
             None if self._walk.status(request) in sound else self._failure(request) for request in range(len(matchers))
         ]
 
-    def _run(self, matchers: Sequence[Matcher], *, commits_only: bool) -> int:
-        """Walk, charge each request what it took, and return the nanoseconds of the whole."""
+    def _run(self, matchers: Sequence[Matcher], roots: Sequence[int], *, commits_only: bool) -> int:
+        """Walk from these rows on, charge each request what it took, and return the nanoseconds of the whole."""
         walk = self._walk
         walk.begin(len(matchers), commits_only=commits_only)
         firsts: dict[int, int] = {}
-        for tree, matcher in enumerate(matchers):
+        for tree, (matcher, root) in enumerate(zip(matchers, roots, strict=True)):
             left_ns = max(OVERTIME_FACTOR * self._timeout_ns - matcher.overtime_ns, 0)
             walk.add(
                 matcher.handle,
                 tree,
+                root=root,
                 commits=matcher.take_queue(),
                 grammar=firsts.setdefault(id(matcher.compiled), tree),
                 budget_ns=self._timeout_ns + left_ns,
@@ -152,6 +183,13 @@ class Masker:
     def close(self) -> None:
         """End the traversal's threads."""
         self._traversal.close()
+
+
+def grammar_start(row: PlanRow, drafts: Sequence[int], think_end_id: int | None) -> int:
+    """The first logit row of a window that a grammar holds; behind the window while the reasoning goes on (D-16)."""
+    if not row.is_thinking:
+        return 0
+    return drafts.index(think_end_id) + 1 if think_end_id in drafts else len(drafts) + 1
 
 
 def allowed_ids(words: Tensor, vocab_size: int) -> Tensor:

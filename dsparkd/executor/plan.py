@@ -29,12 +29,13 @@ class PlanRow:
     input_ids: the tokens to process, at positions start .. start + len - 1.
     page_table: page ids from the sequence's first page on; covers start + len tokens. Page 0 belongs to padding.
     num_logits: how many trailing tokens of input_ids need logits: 0 for a chunk that is not a prompt's last,
-        1 for a last chunk or decode row, more for prompt log-probabilities (and verify rows later).
+        1 for a last chunk or decode row, more for prompt log-probabilities and behind drafts.
     sampling: None when no token is sampled from this row in this step.
     prompt_ids, output_ids: the whole history before this step (for penalties and min_tokens).
     prompt_top_logprobs: how many alternatives to report beside each prompt token's log-probability; None when those
         are not wanted. Where they are, num_logits covers every token of input_ids, and sampling may still be None.
-    matcher: the place in the grammar that the sampled id must follow; None where any id may be sampled.
+    matcher: the place in the grammar that sampled ids must follow; None where any id may be sampled. With is_thinking
+        the grammar begins behind the end of the reasoning only, and may do so behind a draft.
     is_thinking: the id is reasoning before a grammar, which the end of the text would leave without its sentence.
     """
 
@@ -63,7 +64,10 @@ class SlotStart:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSave:
-    """After the step: copy a slot's rings, which then stand at `position` (a page end), into a snapshot."""
+    """After the step: copy what a slot's rings hold of the positions before `position`, a page end, into a snapshot.
+
+    Of a step that drafts it is worth something only if the row is accepted up to there.
+    """
 
     slot: int
     snapshot: int
@@ -71,13 +75,32 @@ class SnapshotSave:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a decode step drafts and verifies; equal on both ranks.
+
+    max_drafts: most drafts of a row that are verified. num_tokens: what each rank verifies at most, in rank order: its
+    anchors, and the likeliest of its drafts as far as this leaves room for them. is_compact: room was made for fewer
+    than all.
+    """
+
+    max_drafts: int
+    num_tokens: tuple[int, int]
+    is_compact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Rows in execution order: decode rows first, then prefill chunks. Empty for an idle rank."""
+    """Rows in execution order: decode rows first, then prefill chunks. Empty for an idle rank.
+
+    speculation: of a decode step that drafts. Its rows hold their anchors alone, and their page tables cover all drafts
+    that may be verified; None: nothing is drafted.
+    """
 
     kind: StepKind
     rows: tuple[PlanRow, ...]
     slot_starts: tuple[SlotStart, ...] = ()
     snapshot_saves: tuple[SnapshotSave, ...] = ()
+    speculation: Speculation | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -96,15 +119,18 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """What a step produced for one PlanRow: ids in order (none, one, or an accepted run later), the logprobs of
-    each id if asked for, and log-probabilities of prompt tokens (of input_ids[1:], and of the next prompt token
-    for the chunk's last position where the prompt goes on) if `prompt_logprobs` was asked for. failure: the ids mean
-    nothing."""
+    """What a step produced for one PlanRow: ids in order (none, one, or accepted drafts and the id behind them), the
+    logprobs of each id if asked for, and log-probabilities of prompt tokens (of input_ids[1:], and of the next prompt
+    token for the chunk's last position where the prompt goes on) if `prompt_logprobs` was asked for. failure: the ids
+    mean nothing. num_drafts, num_verified: of the row, whatever was accepted. survival: the chances of its drafts."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     failure: RowFailure | None = None
+    num_drafts: int = 0
+    num_verified: int = 0
+    survival: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

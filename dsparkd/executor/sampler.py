@@ -11,7 +11,7 @@ Letters: R logit rows, V vocabulary, K alternatives.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,10 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_SCORE = 1e30
 # Rows of prompt log-probabilities looked at together: their int64 keys take 8 bytes a vocabulary id.
 PROMPT_ROWS = 256
+
+
+# From what each sample would be drawn from, [R, V] float32, to an id for each, [R] int64.
+Pick = Callable[[Tensor], Tensor]
 
 
 class SampleRow(NamedTuple):
@@ -84,11 +88,12 @@ class Sampler:
         samples: Sequence[SampleRow],
         prompts: Sequence[PromptRow] = (),
         words: Tensor | None = None,
+        pick: Pick | None = None,
     ) -> Choices:
         """Choose a token for each sample and read the prompts' log-probabilities; one copy to the host.
 
         logits [R, V] float32; the call may overwrite them. words [M, V / 32 rounded up] int32 on the host: the masks
-        that samples name. Raises InvariantError when a row has no finite winner.
+        that samples name. pick: chooses in place of the draw. Raises InvariantError when a row has no finite winner.
         """
         rows = [sample.logits_row for sample in samples]
         parts = [self._read_prompt(logits, prompt) for prompt in prompts]
@@ -97,15 +102,37 @@ class Sampler:
         raw = logits[[rows[i] for i in wanted]] if wanted else logits[:0]
         if rows != list(range(logits.shape[0])):
             logits = logits[rows]
-        best, ids = self._choose(logits, samples, words)
+        best, ids = self._choose(logits, samples, words) if pick is None else self._pick(logits, samples, words, pick)
         top = max((samples[i].sampling.top_logprobs or 0 for i in wanted), default=0)
         parts += [self._logprobs(raw, ids[wanted], top)] if wanted else []
         parts += [best.double(), ids.double()]
         host: list[float] = torch.cat([part.reshape(-1) for part in parts]).tolist()
         return self._unpack(host, samples, prompts, wanted, top)
 
-    def _choose(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return each row's winning score [R] float32 and id [R] int64; edits logits."""
+    def distributions(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None = None) -> Tensor:
+        """What `choose` would draw each sample from: [R, V] float32, all on one id where it is greedy. No host sync.
+
+        Arguments as for `choose`, but row i of logits is that of samples[i]. For acceptance by rejection.
+        """
+        self._apply_rules(logits, samples, words)
+        drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
+        best, ids = _best(logits)
+        # What is not finite must stay visible.
+        probs = torch.zeros_like(logits).scatter_(1, ids[:, None], (1.0 + 0.0 * best)[:, None])
+        if drawn:
+            probs[drawn] = self._scores(logits[drawn], [samples[i].sampling for i in drawn]).softmax(dim=-1)
+        return probs
+
+    def _pick(
+        self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None, pick: Pick
+    ) -> tuple[Tensor, Tensor]:
+        """Let `pick` choose; a row's best is the chance of what was chosen, NaN where the row is."""
+        probs = self.distributions(logits, samples, words)
+        ids = pick(probs)
+        return probs.gather(1, ids[:, None]).squeeze(1), ids
+
+    def _apply_rules(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
+        """Edit logits in place by all that comes before temperature."""
         for i, sample in enumerate(samples):
             if _edits(sample):
                 self._edit(logits[i], sample)
@@ -114,6 +141,10 @@ class Sampler:
             self._hold_back_ends(logits[i], sample)
         if self._no_token is not None:
             logits += self._no_token
+
+    def _choose(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return each row's winning score [R] float32 and id [R] int64; edits logits."""
+        self._apply_rules(logits, samples, words)
         drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
         if not drawn:
             return _best(logits)
@@ -173,15 +204,20 @@ class Sampler:
         row.copy_(torch.where(without.isfinite().any(), without, row))
 
     def _noisy(self, logits: Tensor, samples: Sequence[SampleRow]) -> Tensor:
-        """Return temperature-scaled, filtered scores plus noise [R, V]; every row has a temperature above 0."""
+        """Return scores plus noise [R, V]; every row has a temperature above 0."""
         params = [sample.sampling for sample in samples]
+        scores = self._scores(logits, params)
+        keys = torch.tensor([(p.seed, p.choice, s.position) for p, s in zip(params, samples, strict=True)])
+        seeds, choices, positions = keys.to(self._device).unbind(dim=1)
+        return scores.add_(noise.gumbel(seeds, choices, positions, scores.shape[1]))
+
+    def _scores(self, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+        """Return temperature-scaled, filtered scores [R, V]; every row has a temperature above 0."""
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=self._device)
         # log p up to the row's constant, which argmax does not see; the best score is 0 exactly.
         scores = logits.sub(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
         self._filter(scores, params)
-        keys = torch.tensor([(p.seed, p.choice, s.position) for p, s in zip(params, samples, strict=True)])
-        seeds, choices, positions = keys.to(self._device).unbind(dim=1)
-        return scores.add_(noise.gumbel(seeds, choices, positions, scores.shape[1]))
+        return scores
 
     def _filter(self, scores: Tensor, params: Sequence[SamplingParams]) -> None:
         """Apply top_k, top_p and min_p in place, each to the rows that set it."""

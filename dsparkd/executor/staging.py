@@ -59,15 +59,19 @@ class Stager:
         self._index_topk = index_topk
         self._device = device
 
-    def stage(self, plan: Plan) -> ForwardInputs:
-        """Lay one plan out. An empty plan gives zero tokens. Raises InvariantError for a row that cannot be right."""
+    def stage(self, plan: Plan, num_padded: int | None = None) -> ForwardInputs:
+        """Lay one plan out. An empty plan gives zero tokens. Raises InvariantError for a row that cannot be right.
+
+        num_padded: tokens with padding, whole row tiles; None for as many as the rows need.
+        """
         self._check(plan)
-        tokens = _lay_out(plan)
+        tokens = _lay_out(plan, pad_rows(plan.num_tokens) if num_padded is None else num_padded)
         input_ids = np.zeros(len(tokens.position), np.int64)
         input_ids[: tokens.num_tokens] = np.fromiter((i for row in plan.rows for i in row.input_ids), np.int64)
         logit_rows = _logit_rows(plan, tokens)
         padded_logits = np.zeros(pad_rows(len(logit_rows)), np.int64)
         padded_logits[: len(logit_rows)] = logit_rows
+        draft_ring = self._geometry.draft_ring_rows if self._geometry.num_draft_stages else 0
         return ForwardInputs(
             num_tokens=tokens.num_tokens,
             input_ids=self._tensor(input_ids),
@@ -75,6 +79,7 @@ class Stager:
             logit_rows=self._tensor(padded_logits),
             num_logits=len(logit_rows),
             attention=self._attention(plan, tokens),
+            draft_store=self._store(tokens, draft_ring) if draft_ring else None,
         )
 
     def _check(self, plan: Plan) -> None:
@@ -176,7 +181,7 @@ class Stager:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
-def _lay_out(plan: Plan) -> _Tokens:
+def _lay_out(plan: Plan, num_padded: int) -> _Tokens:
     """Flatten the rows, one behind the other, and pad."""
     rows = plan.rows
     lens = np.array([len(row.input_ids) for row in rows], np.int64)
@@ -184,7 +189,7 @@ def _lay_out(plan: Plan) -> _Tokens:
     slots = np.array([row.slot for row in rows], np.int64)
     offsets = np.cumsum(lens) - lens
     num_tokens = int(lens.sum())
-    num_padding = pad_rows(num_tokens) - num_tokens
+    num_padding = num_padded - num_tokens
     row, position = _ranges(starts, starts + lens)
 
     def padded(values: Ints, padding: Ints) -> Ints:

@@ -103,10 +103,24 @@ class Ops:
                     "vocab_size": self._intake.tokenizer.vocab_size,
                 },
                 "limits": msgspec.to_builtins(self._config.limits),
+                "dspark": self._speculation(),
                 "geometry": self._geometry,
                 "ranks": ranks,
             }
         )
+
+    def _speculation(self) -> dict[str, object]:
+        """How drafts are made and verified; why, and by which costs, is among the ranks' paths."""
+        config = self._config.dspark
+        gamma = self._geometry.get("dspark_block_size")
+        return {
+            "enabled": config.enabled,
+            "gamma": gamma,
+            "max_verify": gamma if config.max_verify is None else config.max_verify,
+            "verify": config.verify,
+            "acceptance": config.acceptance,
+            "cost_table": config.cost_table,
+        }
 
     def _model(self) -> dict[str, object]:
         return {

@@ -19,6 +19,7 @@ class KVGeometry:
 
     Widths are in elements, `kv_bytes` is the size of one window or compressed element. `gamma` is the drafter's
     block size, 0 without a drafter: rings keep that many more rows, so that rejected rows overwrite nothing needed.
+    num_draft_stages: stages whose context keys are kept, 0 where nothing is drafted.
     """
 
     num_layers: int
@@ -30,6 +31,7 @@ class KVGeometry:
     gamma: int
     page_tokens: int
     kv_bytes: int
+    num_draft_stages: int = 0
 
     def __post_init__(self) -> None:
         if self.page_tokens <= 0 or self.page_tokens % HCA_RATIO:
@@ -49,6 +51,14 @@ class KVGeometry:
     def hca_ring_rows(self) -> int:
         """Compressor rows kept a sequence in an HCA layer."""
         return HCA_RATIO - 1 + max(self.gamma, 1)
+
+    @property
+    def draft_ring_rows(self) -> int:
+        """Context keys kept a sequence in a draft stage: a block's rows are all stored, and a window before it is read.
+
+        One more than that: the same state also serves a snapshot at any page end inside the block.
+        """
+        return self.window + self.gamma + 1
 
     @property
     def csa_row_width(self) -> int:
@@ -83,12 +93,13 @@ class KVGeometry:
         window = self.num_layers * self.window_ring_rows * self.head_dim * self.kv_bytes
         csa = self.num_csa_layers * self.csa_ring_rows * self.csa_row_width * ROW_BYTES
         hca = self.num_hca_layers * self.hca_ring_rows * self.hca_row_width * ROW_BYTES
-        return window + csa + hca
+        draft = self.num_draft_stages * self.draft_ring_rows * self.head_dim * self.kv_bytes
+        return window + csa + hca + draft
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of one boundary snapshot at a page end: window rows, and the A halves of the last CSA window."""
-        window = self.num_layers * self.window * self.head_dim * self.kv_bytes
+        """Bytes of one boundary snapshot at a page end: window rows, draft keys, A halves of the last CSA window."""
+        window = (self.num_layers + self.num_draft_stages) * self.window * self.head_dim * self.kv_bytes
         overlap = self.num_csa_layers * CSA_RATIO * (self.csa_row_width // 2) * ROW_BYTES
         return window + overlap
 

@@ -20,6 +20,7 @@ class KVPool:
       window       [layers, slots * R, d]      model dtype; row of position p of a slot: slot * R + p mod R
       csa_rows     [csa layers, slots * R, w]  float32; value halves (A main, A index, B main, B index), then gates
       hca_rows     [hca layers, slots * R, w]  float32; value, then gate
+      draft_keys   [draft stages, slots * R, d] model dtype; addressed as the window, by its own R
       csa_entries  [csa layers, P * N, d]      model dtype; entry w of a sequence: page_table[w // N] * N + w mod N
       csa_keys     [csa layers, P * N, i]      model dtype; indexer keys, addressed as the entries
       hca_entries  [hca layers, P * N, d]      model dtype
@@ -39,10 +40,12 @@ class KVPool:
         self.window = zeros(g.num_layers, slots * g.window_ring_rows, g.head_dim, dtype)
         self.csa_rows = zeros(g.num_csa_layers, slots * g.csa_ring_rows, g.csa_row_width, f32)
         self.hca_rows = zeros(g.num_hca_layers, slots * g.hca_ring_rows, g.hca_row_width, f32)
+        self.draft_keys = zeros(g.num_draft_stages, slots * g.draft_ring_rows, g.head_dim, dtype)
         self.csa_entries = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, g.head_dim, dtype)
         self.csa_keys = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, g.index_head_dim, dtype)
         self.hca_entries = zeros(g.num_hca_layers, pages * g.hca_entries_per_page, g.head_dim, dtype)
         self.window_snapshots = zeros(g.num_layers, snapshots * g.window, g.head_dim, dtype)
+        self.draft_snapshots = zeros(g.num_draft_stages, snapshots * g.window, g.head_dim, dtype)
         self.overlap_snapshots = zeros(g.num_csa_layers, snapshots * CSA_RATIO, g.csa_row_width // 2, f32)
 
     @property
@@ -56,10 +59,12 @@ class KVPool:
             self.window,
             self.csa_rows,
             self.hca_rows,
+            self.draft_keys,
             self.csa_entries,
             self.csa_keys,
             self.hca_entries,
             self.window_snapshots,
+            self.draft_snapshots,
             self.overlap_snapshots,
         )
 
@@ -74,31 +79,33 @@ class KVPool:
 
         The rings still hold it until a row at position + gamma or later has been stored.
         """
-        window_rows, overlap_rows = self._boundary_rows(slot, snapshot, position)
+        window_rows, draft_rows, overlap_rows = self._boundary_rows(slot, snapshot, position)
         g = self.geometry
         window = slice(snapshot * g.window, (snapshot + 1) * g.window)
         overlap = slice(snapshot * CSA_RATIO, (snapshot + 1) * CSA_RATIO)
         self.window_snapshots[:, window] = self.window[:, window_rows]
+        self.draft_snapshots[:, window] = self.draft_keys[:, draft_rows]
         rows = self.csa_rows[:, overlap_rows]  # [layers, 4, w]
         rows = rows.view(*rows.shape[:2], 2, 2, -1)  # [layers, 4, value | gate, A | B, d + i]
         self.overlap_snapshots[:, overlap] = rows[:, :, :, 0].flatten(2)
 
     def load_snapshot(self, slot: int, snapshot: int, position: int) -> None:
         """Set a slot's rings up to continue at `position`; its pages come from the page table."""
-        window_rows, overlap_rows = self._boundary_rows(slot, snapshot, position)
+        window_rows, draft_rows, overlap_rows = self._boundary_rows(slot, snapshot, position)
         g = self.geometry
         # Rows that are not restored are stored anew before anything reads them; zeros keep no other sequence's data.
         self.reset_slot(slot)
         window = slice(snapshot * g.window, (snapshot + 1) * g.window)
         overlap = slice(snapshot * CSA_RATIO, (snapshot + 1) * CSA_RATIO)
         self.window[:, window_rows] = self.window_snapshots[:, window]
+        self.draft_keys[:, draft_rows] = self.draft_snapshots[:, window]
         half = self.overlap_snapshots[:, overlap]  # [layers, 4, w / 2]
         half = half.reshape(*half.shape[:2], 2, 1, -1)  # [layers, 4, value | gate, A, d + i]
         rows = torch.cat((half, torch.zeros_like(half)), dim=3)
         self.csa_rows[:, overlap_rows] = rows.flatten(2)
 
-    def _boundary_rows(self, slot: int, snapshot: int, position: int) -> tuple[Tensor, Tensor]:
-        """Flat ring rows of the last window and of the last CSA window before `position`."""
+    def _boundary_rows(self, slot: int, snapshot: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Flat ring rows of the window before `position`, in layers and in draft stages, and of its last CSA window."""
         g = self.geometry
         self._check(slot, self.sizes.num_slots, first=1, what="slot")
         self._check(snapshot, self.sizes.num_snapshots, first=0, what="snapshot")
@@ -107,10 +114,12 @@ class KVPool:
         device = self.window.device
         # Once a verify step has stored rows behind the boundary, the oldest of these rows may be a newer one; no query
         # at the boundary or behind it needs that one. Rows before position 0 are the null slot's.
-        ring, rows = g.window_ring_rows, torch.arange(position - g.window, position, device=device)
-        window_rows = torch.where(rows < 0, 0, slot * ring + rows % ring)
+        rows = torch.arange(position - g.window, position, device=device)
+        window_rows, draft_rows = (
+            torch.where(rows < 0, 0, slot * ring + rows % ring) for ring in (g.window_ring_rows, g.draft_ring_rows)
+        )
         ring, rows = g.csa_ring_rows, torch.arange(position - CSA_RATIO, position, device=device)
-        return window_rows, slot * ring + rows % ring
+        return window_rows, draft_rows, slot * ring + rows % ring
 
     def _rings(self) -> tuple[tuple[Tensor, int], ...]:
         g = self.geometry
@@ -118,6 +127,7 @@ class KVPool:
             (self.window, g.window_ring_rows),
             (self.csa_rows, g.csa_ring_rows),
             (self.hca_rows, g.hca_ring_rows),
+            (self.draft_keys, g.draft_ring_rows),
         )
 
     @staticmethod

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dsparkd.errors import CheckpointError
+from dsparkd.config import SpeculationConfig
+from dsparkd.errors import CheckpointError, ConfigError
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO, KVGeometry
 
 # Present in released files, and without meaning for inference here.
@@ -110,8 +111,8 @@ class ModelConfig:
         """Rows of a draft block; 0 without a drafter."""
         return self.dspark.block_size if self.dspark is not None else 0
 
-    def kv_geometry(self, page_tokens: int, dtype: Literal["bfloat16", "float32"]) -> KVGeometry:
-        """Sizes of the cached state under that page size and engine dtype."""
+    def kv_geometry(self, page_tokens: int, dtype: Literal["bfloat16", "float32"], drafts: bool = False) -> KVGeometry:
+        """Sizes of the cached state under that page size and engine dtype. drafts: the drafter's keys are kept too."""
         return KVGeometry(
             num_layers=self.num_hidden_layers,
             num_csa_layers=self.compress_ratios.count(CSA_RATIO),
@@ -122,6 +123,7 @@ class ModelConfig:
             gamma=self.gamma,
             page_tokens=page_tokens,
             kv_bytes=4 if dtype == "float32" else 2,
+            num_draft_stages=self.dspark.num_stages if drafts and self.dspark is not None else 0,
         )
 
 
@@ -261,6 +263,29 @@ def parse_model_config(values: dict[str, object], where: str = "config.json") ->
     fields.finish()
     _check_shapes(config, where)
     return config
+
+
+def verified_drafts(config: SpeculationConfig, model: ModelConfig) -> int:
+    """Drafts of a row that a step verifies at most, 0 where nothing is drafted.
+
+    Raises ConfigError, with both values, where the configuration and the checkpoint's drafter do not fit (D-03).
+    """
+    if not config.enabled:
+        return 0
+    if not model.gamma:
+        raise ConfigError(
+            "dspark.enabled", True, "the checkpoint has no drafter (dspark_block_size is missing); use false"
+        )
+    if config.gamma is not None and config.gamma != model.gamma:
+        remedy = f"the checkpoint's drafter was made for {model.gamma} (dspark_block_size); use that, or leave it out"
+        raise ConfigError("dspark.gamma", config.gamma, remedy)
+    if config.max_verify is None:
+        return model.gamma
+    if config.max_verify > model.gamma:
+        raise ConfigError(
+            "dspark.max_verify", config.max_verify, f"the checkpoint drafts {model.gamma}; use at most that"
+        )
+    return config.max_verify
 
 
 def _parse_ratios(found: tuple[int, ...], num_layers: int, where: str) -> tuple[int, ...]:

@@ -51,11 +51,15 @@ class DraftInputs:
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """How blocks draw: temperatures [B] float32, 0 for a greedy block; seeds, choices [B] int64 of kernels/noise.py."""
+    """How blocks draw: temperatures [B] float32, 0 for a greedy block; seeds, choices [B] int64 of kernels/noise.py.
+
+    is_coupled: with the noise of plain decoding, else with a stream of its own for each draft of a block.
+    """
 
     temperatures: Tensor
     seeds: Tensor
     choices: Tensor
+    is_coupled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,7 @@ class Drafter:
             padded[:B, self.config.hidden_size :] = markov
             confidence[:, i] = self._confidence(padded)[:B, 0]
             logits[:, i] += self._markov_out(padded[:, self.config.hidden_size :].contiguous())[:B]
-            previous = _best(logits[:, i], inputs.positions + i + 1, sampling)
+            previous = _best(logits[:, i], inputs.positions, i, sampling)
             ids[:, i] = previous
         return Drafts(ids, logits, confidence)
 
@@ -229,17 +233,18 @@ class _Rows:
     all_visible: bool
 
 
-def _best(logits: Tensor, positions: Tensor, sampling: DraftSampling | None) -> Tensor:
-    """Draw one id a row [B]: argmax, or argmax of log-probability plus the noise of the drafted token's position.
+def _best(logits: Tensor, anchors: Tensor, i: int, sampling: DraftSampling | None) -> Tensor:
+    """Draw draft i behind anchors at positions [B]: argmax, or argmax of log-probability plus noise; ids [B].
 
-    Plain decoding draws its token at that position with the same noise, so the two mostly agree.
+    Coupled: plain decoding draws its token at the draft's position with the same noise, so the two mostly agree.
     """
     if sampling is None:
         return logits.max(dim=-1).indices
     greedy = sampling.temperatures == 0
     scores = logits - logits.amax(-1, keepdim=True)
     drawn = scores / torch.where(greedy, 1.0, sampling.temperatures)[:, None]
-    drawn += noise.gumbel(sampling.seeds, sampling.choices, positions, logits.shape[1])
+    stream = noise.SAMPLING if sampling.is_coupled else noise.DRAFTS + i
+    drawn += noise.gumbel(sampling.seeds, sampling.choices, anchors + i + 1, logits.shape[1], stream)
     return torch.where(greedy[:, None], scores, drawn).max(dim=-1).indices
 
 

@@ -83,6 +83,7 @@ class ForwardInputs:
     input_ids [T] int64, positions [T] int64; tokens num_tokens..T-1 are padding.
     logit_rows [L] int64: tokens that need logits, padded to a multiple of ROW_TILE with token 0;
     the first num_logits are real, in plan order.
+    draft_store: tokens whose context keys the drafter keeps; None where nothing is drafted.
     """
 
     num_tokens: int
@@ -91,6 +92,7 @@ class ForwardInputs:
     logit_rows: Tensor
     num_logits: int
     attention: AttentionMetadata
+    draft_store: RingStore | None = None
 
     @property
     def num_padded_tokens(self) -> int:

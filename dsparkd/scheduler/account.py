@@ -110,11 +110,15 @@ class Account:
         self._tally.inc(metrics.SCHEDULER_PHASE_CALLS, self._rank, phase)
         self._peaks.note(metrics.SCHEDULER_PHASE_MAX, self._rank, phase, value_ns=spent_ns, at_ns=self._lap_ns)
 
-    def agreed(
-        self, agreement: Agreement, plan: Plan | None, sequence: int, timing: Timing | None, spent_ns: int
-    ) -> None:
-        """Count one agreement and the step that follows it; without timing, spent_ns is all that is known of it."""
-        name = Channel.PLAN.name.lower()
+    def agreed(self, agreement: Agreement, plan: Plan | None) -> None:
+        """Count one agreement by the kind of the step that follows it."""
+        took_part_idle = plan is not None and not plan.rows
+        kind = "idle_peer" if took_part_idle else agreement.kind.name.lower()
+        self._tally.inc(metrics.TICKS, self._rank, kind)
+
+    def exchanged(self, channel: Channel, sequence: int, timing: Timing | None, spent_ns: int) -> None:
+        """Count one exchange; without timing, spent_ns is all that is known of it."""
+        name = channel.name.lower()
         if timing is None:
             self._tally.inc(metrics.EXCHANGE_SECONDS, self._rank, name, "total", by=spent_ns / 1e9)
             labels = (self._rank, name, "total")
@@ -123,9 +127,6 @@ class Account:
             self._exchanged(name, timing)
         self._tally.inc(metrics.EXCHANGE_CALLS, self._rank, name)
         self._tally.set(metrics.EXCHANGE_SEQUENCE, self._rank, name, to=sequence)
-        took_part_idle = plan is not None and not plan.rows
-        kind = "idle_peer" if took_part_idle else agreement.kind.name.lower()
-        self._tally.inc(metrics.TICKS, self._rank, kind)
 
     def _exchanged(self, channel: str, timing: Timing) -> None:
         phases = {
@@ -251,6 +252,29 @@ class Account:
             self._tally.observe(metrics.MASK_SECONDS, self._rank, "traverse", value=output.walk_ns / 1e9)
         elif any(row.is_thinking for row in plan.rows):
             self._tally.inc(metrics.MASK_STEPS, self._rank, "thinking_only")
+
+    # Drafts
+
+    def drafted(self, plan: Plan, output: StepOutput) -> None:
+        """Count what became of a step's drafts."""
+        if plan.speculation is None or not plan.rows:
+            return
+        layout = "compact" if plan.speculation.is_compact else "all"
+        self._tally.inc(metrics.VERIFY_STEPS, self._rank, layout)
+        accepted = verified = drafted = 0
+        for row in output.rows:
+            self._tally.observe(metrics.ACCEPTED_PER_STEP, self._rank, value=len(row.token_ids))
+            accepted += len(row.token_ids) - 1
+            verified += row.num_verified
+            drafted += row.num_drafts
+        self._tally.inc(metrics.DRAFT_TOKENS, self._rank, "accepted", by=accepted)
+        self._tally.inc(metrics.DRAFT_TOKENS, self._rank, "refused", by=verified - accepted)
+        self._tally.inc(metrics.DRAFT_TOKENS, self._rank, "not_verified", by=drafted - verified)
+
+    def truncated(self, count: int) -> None:
+        """Count accepted ids of rows with a grammar that fell behind the end of their text."""
+        if count:
+            self._tally.inc(metrics.GRAMMAR_TRUNCATED, self._rank, by=count)
 
     def _note_grammars(self, desk: GrammarDesk) -> None:
         """Take over what the grammar thread counted, and how the cache stands."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, assert_never
 import msgspec
 
 from dsparkd.errors import ExchangeStopped, InvariantError, PeerError, RequestError
-from dsparkd.executor.plan import Plan, StepKind, StepOutput
+from dsparkd.executor.plan import Plan, Speculation, StepKind, StepOutput
 from dsparkd.ipc.channel import Channel as Line
 from dsparkd.messages import (
     Abort,
@@ -42,12 +42,13 @@ from dsparkd.scheduler.agreement import (
     exchanges_tier,
     vote,
 )
-from dsparkd.scheduler.exchange import Exchange, Words
+from dsparkd.scheduler.exchange import NUM_EXTRA, NUM_FIELDS, Exchange, Words
 from dsparkd.scheduler.grammars import GrammarDesk
 from dsparkd.scheduler.policy import Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 from dsparkd.scheduler.results import Committed, Committer, Ended
+from dsparkd.scheduler.speculation import SpeculationPlanner
 
 if TYPE_CHECKING:
     from dsparkd.grammar.cache import Ticket
@@ -108,7 +109,10 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a tick works with. grammars: None where requests have none; seat: where processors are few."""
+    """What a tick works with.
+
+    grammars: None where requests have none; seat: where processors are few; speculation: None where nothing is drafted.
+    """
 
     queue: RequestQueue
     memory: Memory
@@ -117,6 +121,7 @@ class Parts:
     stepper: Stepper
     grammars: GrammarDesk | None = None
     seat: Seat | None = None
+    speculation: SpeculationPlanner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,24 +225,42 @@ class Loop:
         agreement = combine(
             rank0, rank1, prefill_streak=self._prefill_streak, max_prefill_streak=self._bounds.max_prefill_streak
         )
-        if exchanges_tier(agreement, compact_verify=False):
-            raise InvariantError("the tier channel is not used without compact verify")
         self._prefill_streak = agreement.prefill_streak
-        runs = agreement.kind is not StepKind.IDLE and not agreement.stop
-        plan = self._parts.planner.settle(proposal, agreement.kind) if runs else None
+        exchange = self._lines.exchange
+        sequence, timing = exchange.sequence(Channel.PLAN), exchange.timing()
+        plan = None
+        if agreement.kind is not StepKind.IDLE and not agreement.stop:
+            plan = self._parts.planner.settle(proposal, agreement.kind, self._speculate(agreement, proposal))
         self._record(agreement, rank0, rank1, plan)
-        sequence, timing = self._lines.exchange.sequence(Channel.PLAN), self._lines.exchange.timing()
         spent_ns = self._account.lap("agree")
         if plan is not None:
             self._step(plan, agreement)
         # Counted behind the step, whose launch a client waits for.
-        self._account.agreed(agreement, plan, sequence, timing, spent_ns)
+        self._account.agreed(agreement, plan)
+        self._account.exchanged(Channel.PLAN, sequence, timing, spent_ns)
         self._deliver()
         self._account.lap("commit")
         self._publish(parked=agreement.park)
         self._account.lap("publish")
         self._account.end_tick()
         return agreement
+
+    def _speculate(self, agreement: Agreement, proposal: Proposal) -> Speculation | None:
+        """How a decode step drafts: a function of what both ranks know, so both do the same."""
+        planner = self._parts.speculation
+        if planner is None or agreement.kind is not StepKind.DECODE:
+            return None
+        if not exchanges_tier(agreement, compact_verify=planner.is_compact):
+            return planner.all_drafts(agreement.num_tokens)
+        requests = [self._parts.queue.find(row.request_id) for row in proposal.decode_rows]
+        wanted = planner.wanted([request for request in requests if request is not None])
+        exchange = self._lines.exchange
+        words = Words((wanted,) + (0,) * (NUM_FIELDS - 1), (0,) * NUM_EXTRA, 0)
+        begun_ns = self._clock()
+        rank0, rank1 = exchange.exchange(Channel.TIER, words)
+        spent_ns = self._clock() - begun_ns
+        self._account.exchanged(Channel.TIER, exchange.sequence(Channel.TIER), exchange.timing(), spent_ns)
+        return planner.compact(agreement.num_tokens, (rank0.fields[0], rank1.fields[0]))
 
     # Receive
 
@@ -406,10 +429,12 @@ class Loop:
         output = self._parts.stepper.step(plan, agreement.num_tokens)
         self._account.lap("launch")
         self._account.masked(plan, output)
+        self._account.drafted(plan, output)
         self._apply(self._parts.committer.commit(plan, output))
 
     def _apply(self, committed: Committed) -> None:
         self._account.advanced(committed.advanced)
+        self._account.truncated(committed.num_truncated)
         self._deltas += committed.deltas
         self._ended += committed.ended
         for ended in committed.ended:

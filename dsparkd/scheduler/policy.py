@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.plan import Plan, PlanRow, SnapshotSave, StepKind
+from dsparkd.executor.plan import Plan, PlanRow, SnapshotSave, Speculation, StepKind
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
-
-if TYPE_CHECKING:
-    from dsparkd.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +22,15 @@ class Limits:
 
     chunk_tokens: prompt tokens in one step. page_tokens: tokens of a page. snapshot_tokens: distance of the boundary
     snapshots inside long prefills. prompt_logit_tokens: prompt tokens in one step whose log-probabilities are wanted,
-    because each takes a row of logits as wide as the vocabulary. All are multiples of page_tokens.
+    because each takes a row of logits as wide as the vocabulary. All are multiples of page_tokens. max_drafts: most
+    drafts of a decode row in one step, 0 where nothing is drafted.
     """
 
     chunk_tokens: int
     page_tokens: int
     snapshot_tokens: int
     prompt_logit_tokens: int
+    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +65,26 @@ class Planner:
         decode_rows = tuple(_decode_row(request) for request in self._growing_rows())
         return Proposal(decode_rows, self._chunk_rows())
 
-    def settle(self, proposal: Proposal, kind: StepKind) -> Plan:
-        """Keep what the agreed kind lets run, and add the moves of ring state around the step."""
+    def settle(self, proposal: Proposal, kind: StepKind, speculation: Speculation | None = None) -> Plan:
+        """Keep what the agreed kind lets run, and add the moves of ring state around the step.
+
+        speculation: of a decode step that drafts; chunks run without.
+        """
         runs_chunks = kind in (StepKind.PREFILL, StepKind.MIXED)
         rows = proposal.decode_rows + (proposal.chunk_rows if runs_chunks else ())
         requests = [self._request(row) for row in rows]
         starts = tuple(request.pending_start for request in requests if request.pending_start is not None)
         saves = []
+        most = 0 if speculation is None else speculation.max_drafts
         for row, request in zip(rows, requests, strict=True):
-            position = row.start + len(row.input_ids)
-            if self._is_boundary(request, position) and (snapshot := self._memory.tree.allocate_snapshot()) is not None:
+            position = row.start + len(row.input_ids) + most
+            # A block reaches over one page end at most; whether that one is accepted shows behind the step.
+            position -= position % self._limits.page_tokens if most else 0
+            if position <= row.start or not self._is_boundary(request, position):
+                continue
+            if (snapshot := self._memory.tree.allocate_snapshot()) is not None:
                 saves.append(SnapshotSave(slot=row.slot, snapshot=snapshot, position=position))
-        return Plan(kind=kind, rows=rows, slot_starts=starts, snapshot_saves=tuple(saves))
+        return Plan(kind, rows, starts, tuple(saves), speculation)
 
     def _request(self, row: PlanRow) -> Request:
         request = self._queue.find(row.request_id)
@@ -89,11 +95,11 @@ class Planner:
     # Decode
 
     def _growing_rows(self) -> list[Request]:
-        """Decode rows that have room for one more token, oldest first; the youngest pay for the pages of the older."""
+        """Decode rows that have room for a window, oldest first; the youngest pay for the pages of the older."""
         rows = []
         for request in self._queue.running(State.DECODE):
             # Somebody older may have put this one back a moment ago.
-            while request.state is State.DECODE and not self._memory.grow(request):
+            while request.state is State.DECODE and not self._memory.grow(request, 1 + self._limits.max_drafts):
                 self._retract_youngest()
             if request.state is State.DECODE:
                 rows.append(request)
@@ -233,14 +239,9 @@ def _decode_row(request: Request) -> PlanRow:
         sampling=request.message.sampling,
         prompt_ids=request.message.prompt_ids,
         output_ids=request.output_ids,
-        matcher=_matcher(request),
+        matcher=request.matcher,
         is_thinking=request.is_thinking,
     )
-
-
-def _matcher(request: Request) -> Matcher | None:
-    """What holds the next id; nothing does before the end of the reasoning."""
-    return None if request.is_thinking else request.matcher
 
 
 def _chunk_row(request: Request, size: int) -> PlanRow:
@@ -259,6 +260,6 @@ def _chunk_row(request: Request, size: int) -> PlanRow:
         prompt_ids=request.message.prompt_ids,
         output_ids=request.output_ids,
         prompt_top_logprobs=top if request.wants_prompt_logits else None,
-        matcher=_matcher(request) if is_last else None,
+        matcher=request.matcher if is_last else None,
         is_thinking=request.is_thinking and is_last,
     )

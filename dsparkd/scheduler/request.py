@@ -83,6 +83,8 @@ class Request:
         self.branch_tokens = 0  # where the tree's other sequences part from this one
         self.pending_start: SlotStart | None = None
         self.decode_snapshot: tuple[Node, int] | None = None
+        self.survival: tuple[float, ...] | None = None  # chances of its drafts, a mean over its blocks
+        self.steps_since_drafts = 0
 
     @property
     def request_id(self) -> str:
@@ -162,11 +164,12 @@ class Memory:
         request.move_to(State.PREFILL)
         return True
 
-    def grow(self, request: Request) -> bool:
-        """Make room for one more computed token; False when no page is to be had."""
-        if request.num_computed < len(request.pages) * self.page_tokens:
+    def grow(self, request: Request, count: int = 1) -> bool:
+        """Make room for `count` more computed tokens; False when no page is to be had."""
+        missing = -(-(request.num_computed + count) // self.page_tokens) - len(request.pages)
+        if missing <= 0:
             return True
-        grown = self.tree.allocate_pages(1)
+        grown = self.tree.allocate_pages(missing)
         if grown is None:
             return False
         request.pages += grown
@@ -203,6 +206,7 @@ class Memory:
         request.num_computed = 0
         request.pending_start = None
         request.decode_snapshot = None
+        request.survival = None
 
     def _unlock(self, request: Request) -> None:
         if request.locked is not None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, StepOutput
+from dsparkd.executor.lengths import blend
+from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, SnapshotSave, StepOutput
 from dsparkd.messages import DetokenizeOptions, Finish, FinishReason, TokenDelta
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
@@ -59,11 +60,15 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What one step leaves: deltas for the detokenizer, the requests that ended, ids kept of each request."""
+    """What one step leaves: deltas for the detokenizer, the requests that ended, ids kept of each request.
+
+    num_truncated: ids of rows with a grammar that were accepted behind the end of their text.
+    """
 
     deltas: tuple[TokenDelta, ...]
     ended: tuple[Ended, ...]
     advanced: tuple[tuple[Request, int], ...]
+    num_truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +113,39 @@ class Committer:
             request = self._queue.find(row.request_id)
             if request is None:
                 raise InvariantError(f"output of request {row.request_id}, which is not in the queue")
-            self._advance(request, row)
-            if row.slot in saves:
-                save = saves[row.slot]
-                self._memory.keep_prefix(request, save.position, save.snapshot)
+            self._require_place(request, row)
+            save = saves.get(row.slot)
+            if request.state is State.PREFILL:
+                self._advance(request, len(row.input_ids), save)
+                save = None
             _add_prompt_logprobs(request, row, produced)
             if row.sampling is None:
                 continue
             num_before = len(request.output_ids)
+            is_decode = request.state is State.DECODE
             if produced.failure is not None:
                 ending: Ending | None = Ending("error", failure=produced.failure)
             else:
                 ending = self._append(request, produced.token_ids)
-            sampled.append(Sampled(request, produced, len(request.output_ids) - num_before, ending))
+            kept = len(request.output_ids) - num_before
+            _note_chances(request, produced)
+            if is_decode:
+                # The anchor and all kept ids but the last have been through the model.
+                self._advance(request, kept, save)
+            sampled.append(Sampled(request, produced, kept, ending))
         return self._settle(self._checked(sampled))
 
     def _settle(self, sampled: list[Sampled]) -> Committed:
         """Say what is new of each request, and let go of those that have ended."""
         deltas = [self._delta(row.request, row.produced, row.kept, row.ending) for row in sampled]
         advanced = [(row.request, row.kept) for row in sampled if row.kept]
+        num_truncated = sum(
+            len(row.produced.token_ids) - row.kept
+            for row in sampled
+            if row.request.matcher is not None and row.produced.failure is None
+        )
         ended = [self._end(row.request, row.ending) for row in sampled if row.ending is not None]
-        return Committed(tuple(deltas), tuple(ended), tuple(advanced))
+        return Committed(tuple(deltas), tuple(ended), tuple(advanced), num_truncated)
 
     def abort(self, request: Request) -> tuple[TokenDelta, Ended]:
         """End a request in whatever state it is; its last delta says so."""
@@ -136,13 +153,22 @@ class Committer:
         delta = self._delta(request, RowOutput(token_ids=()), 0, ending)
         return delta, self._end(request, ending)
 
-    def _advance(self, request: Request, row: PlanRow) -> None:
-        """Count the ids that the step has put through the model."""
+    @staticmethod
+    def _require_place(request: Request, row: PlanRow) -> None:
         if request.num_computed != row.start:
             raise InvariantError(f"request {request.request_id} stands at {request.num_computed}, ran at {row.start}")
-        request.num_computed += len(row.input_ids)
+
+    def _advance(self, request: Request, count: int, save: SnapshotSave | None) -> None:
+        """Count kept ids that have been through the model; a snapshot behind the last of them is worth nothing."""
+        request.num_computed += count
         if request.pending_start is not None:
             self._memory.start(request)
+        if save is None:
+            return
+        if save.position <= request.num_computed:
+            self._memory.keep_prefix(request, save.position, save.snapshot)
+        else:
+            self._memory.tree.free_snapshot(save.snapshot)
 
     def _append(self, request: Request, token_ids: tuple[int, ...]) -> Ending | None:
         """Keep ids up to and including the one that ends the output."""
@@ -243,6 +269,15 @@ class Committer:
 
 def _failed(row: Sampled, failure: RowFailure | None) -> Sampled:
     return row if failure is None else replace(row, ending=Ending("error", failure=failure))
+
+
+def _note_chances(request: Request, produced: RowOutput) -> None:
+    """Add what the row's block was given to what is known of the request, for the budget of a later step."""
+    if produced.num_drafts:
+        request.survival = blend(request.survival, produced.survival)
+        request.steps_since_drafts = 0
+    else:
+        request.steps_since_drafts += 1
 
 
 def _add_prompt_logprobs(request: Request, row: PlanRow, produced: RowOutput) -> None:

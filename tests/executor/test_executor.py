@@ -30,7 +30,6 @@ from dsparkd.messages import SamplingParams
 from dsparkd.model.config import load_model_config
 from dsparkd.model.weights import load_both_shards
 from dsparkd.text.tokenizer import Tokenizer
-from tools.random_checkpoint import nano_config, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE = 128
@@ -38,50 +37,6 @@ VOCAB = 320
 NUM_TOKENS = 259  # ids that the tokenizer knows
 GREEDY = SamplingParams(max_tokens=64, seed=1, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=64, seed=77, temperature=0.9, top_p=0.95)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers, all kinds, unquantized, no drafter."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    values = {key: value for key, value in nano_config(VOCAB, 2).items() if not key.startswith("dspark")}
-    values |= {
-        "num_hidden_layers": 4,
-        "compress_ratios": [0, 4, 128, 4],
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "q_lora_rank": 32,
-        "o_lora_rank": 16,
-        "index_head_dim": 32,
-        "index_topk": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "num_hash_layers": 1,
-        "quantization_config": None,
-        "expert_dtype": None,
-    }
-    write_checkpoint(directory, values, seed=3)
-    alphabet = {chr(256 + i): i for i in range(256)}
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte) if byte in printable else chr(256 + hidden.index(byte)): byte for byte in range(256)}
-    names = ["<bos>", "<eos>", "<pad>"]
-    added = [{"id": 256 + i, "content": name, "special": True} for i, name in enumerate(names)]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    whole = {
-        "version": "1.0",
-        "added_tokens": [entry | flags for entry in added],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": alphabet, "merges": []},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(whole))
-    return directory
 
 
 def config_of(checkpoint: Path, device_bytes: int = 4 << 20, max_context_tokens: int = 1024) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsparkd.errors import FatalError, InvariantError
-from dsparkd.executor.masks import MAX_STUCK, OVERTIME_FACTOR, Masker, allowed_ids
+from dsparkd.executor.masks import MAX_STUCK, OVERTIME_FACTOR, Held, Masker, allowed_ids
 from dsparkd.executor.plan import PlanRow, RowFailure
 from dsparkd.executor.sampler import Sampler, SampleRow
 from dsparkd.grammar.matcher import Matcher
@@ -71,7 +72,7 @@ def test_d14_rows_without_a_grammar_have_no_mask_and_a_step_without_one_no_walk(
         [row("a", None), row("b", matcher_of(info, 'root ::= "x" | "y"')), row("c", matcher_of(info, 'root ::= "z"'))]
     )
     assert masks is not None
-    assert (masks.rows, masks.failures) == ((1, 2), {})
+    assert (masks.rows, masks.failures) == ({1: Held(0, 0, 1), 2: Held(1, 0, 1)}, {})
     assert ids_of(masks.words) == [{ord("x"), ord("y")}, {ord("z")}]
 
 
@@ -366,6 +367,106 @@ def test_a_pool_may_be_closed_over_a_step_that_still_runs(
     assert pool.stuck() == (0, 0)
     while set(os.listdir("/proc/self/task")) - known:
         time.sleep(0.05)
+
+
+THINK_END = 7
+
+
+def test_d14_each_draft_has_the_row_behind_it_and_the_anchor_is_not_told_again(
+    info: xgrammar.TokenizerInfo, traversal: Traversal
+) -> None:
+    """D-14: mask row place * W + j is what may follow draft j; the matcher stands where it stood, so a walk repeats."""
+    masker = masker_of(traversal, width=4)
+    matcher = matcher_of(info, 'root ::= "abcd" | "axy"')
+    matcher.queue((ord("a"),))
+    for _ in range(2):
+        masks = masker.fill([row("free", None), row("x", matcher)], [(1, 2, 3), tuple(b"bc")])
+        assert masks is not None
+        assert masks.rows == {1: Held(0, 0, 3)}
+        assert ids_of(masks.words)[:3] == [{ord("b"), ord("x")}, {ord("c")}, {ord("d")}]
+        assert masks.words[3].tolist() == [-1] * WORDS
+
+
+@pytest.mark.parametrize(
+    ("drafts", "usable"),
+    [(b"zbc", 1), (b"azc", 2), (b"abz", 3), (b"abc", 4), (b"ab", 3), (b"", 1), (b"ab\xff", 3)],
+)
+def test_d15_rows_behind_a_refused_draft_are_ones_and_are_not_usable(
+    info: xgrammar.TokenizerInfo, traversal: Traversal, drafts: bytes, usable: int
+) -> None:
+    """D-15, decisions.md 1: wherever a chain breaks, no row is all zeros, and none behind it may be drawn from.
+
+    Chains shorter than the masks' width end where their drafts do.
+    """
+    masker = masker_of(traversal, width=4)
+    masker.fill([row("long", matcher_of(info, 'root ::= "abcd"'))], [tuple(b"abc")])  # must not be walked again
+    masks = masker.fill([row("x", matcher_of(info, 'root ::= "abcd"'))], [tuple(drafts)])
+    assert masks is not None
+    assert masks.rows[0].usable == usable
+    rows = ids_of(masks.words)
+    assert rows[:usable] == [{ord(letter)} for letter in "abcd"[:usable]]
+    assert all(masks.words[j].tolist() == [-1] * WORDS for j in range(usable, 4))
+
+
+def test_d15_the_row_behind_a_draft_that_ends_the_text_is_not_usable(
+    info: xgrammar.TokenizerInfo, traversal: Traversal
+) -> None:
+    """D-15, decisions.md 1: the end can be accepted as the id behind the draft before it, and nothing follows it."""
+    masks = masker_of(traversal, width=4).fill([row("x", matcher_of(info, 'root ::= "a"'))], [(ord("a"), STOP, STOP)])
+    assert masks is not None
+    assert masks.rows[0].usable == 2
+    assert ids_of(masks.words)[1] == {STOP}
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, None])
+def test_d16_a_grammar_holds_the_rows_from_the_draft_on_that_ends_the_reasoning(
+    info: xgrammar.TokenizerInfo, traversal: Traversal, place: int | None
+) -> None:
+    """D-16: rows before it are all ones and usable, its own row is the start; without it the grammar is not walked."""
+    masker = Masker(traversal, 8, 4, VOCAB, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
+    matcher = matcher_of(info, 'root ::= "abcd"')
+    drafts = [50, 51, 52]
+    if place is not None:
+        drafts[place - 1 :] = [THINK_END, *b"abc"][: 4 - place]
+    thinking = dataclasses.replace(row("x", matcher), is_thinking=True)
+    masks = masker.fill([thinking], [tuple(drafts)])
+    if place is None:
+        assert masks is None
+        return
+    assert masks is not None
+    assert masks.rows == {0: Held(0, place, 4)}
+    assert all(masks.words[j].tolist() == [-1] * WORDS for j in range(place))
+    assert ids_of(masks.words)[place:] == [{ord(letter)} for letter in "abcd"[: 4 - place]]
+    # The switch becomes state through the kept ids alone: the next walk starts anew.
+    masks = masker.fill([dataclasses.replace(thinking, is_thinking=False)])
+    assert masks is not None
+    assert ids_of(masks.words)[0] == {ord("a")}
+
+
+def test_d16_a_grammar_that_fails_behind_the_reasoning_fails_nobody_yet(info: xgrammar.TokenizerInfo) -> None:
+    """D-16: the draft that ends the reasoning may be refused; what is wrong shows when the grammar holds the anchor."""
+
+    class Failing:
+        def run(self, walk: Walk, deadline_ns: int) -> None:
+            walk.mask[:] = -1
+            walk.statuses[0] = WalkStatus.NO_TOKEN
+            walk.usable_rows[0] = 0
+
+        def stuck(self) -> tuple[int, int]:
+            return 0, 0
+
+        def close(self) -> None:
+            pass
+
+    masker = Masker(Failing(), 4, 4, VOCAB, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
+    thinking = dataclasses.replace(row("x", matcher_of(info, 'root ::= "a"')), is_thinking=True)
+    masks = masker.fill([thinking], [(50, THINK_END, 51)])
+    assert masks is not None
+    assert masks.failures == {}
+    assert masks.rows == {0: Held(0, 2, 2)}
+    masks = masker.fill([dataclasses.replace(thinking, is_thinking=False)])
+    assert masks is not None
+    assert masks.failures[0].code == "grammar_dead_end"
 
 
 def words_of(*sets: set[int]) -> torch.Tensor:

@@ -264,3 +264,28 @@ def test_logits_that_are_not_finite_are_an_invariant_error(params: SamplingParam
 def test_no_rows_choose_nothing() -> None:
     """An idle rank takes part in a step without a row."""
     assert plain_sampler().choose(torch.empty(0, VOCAB), []) == Choices((), (), ())
+
+
+def test_a_row_that_is_not_a_number_is_seen_whoever_chooses() -> None:
+    """A broken model must stop the pair under acceptance by rejection, too."""
+    for params in (GREEDY, SamplingParams(max_tokens=4, seed=1)):
+        logits = logits_of(2)
+        logits[1, 7] = math.nan
+
+        with pytest.raises(InvariantError, match="finite"):
+            plain_sampler().choose(
+                logits, [sample(0, params), sample(1, params)], pick=lambda probs: probs.argmax(dim=-1)
+            )
+
+
+def test_distributions_are_what_is_drawn_from() -> None:
+    """One-hot at the winner of a greedy row, the filtered softmax of the others."""
+    logits = logits_of(2)
+    params = SamplingParams(max_tokens=4, seed=1, temperature=0.5, top_k=3)
+
+    probs = plain_sampler().distributions(logits.clone(), [sample(0, GREEDY), sample(1, params)])
+
+    assert probs[0].nonzero().flatten().tolist() == [int(logits[0].argmax())]
+    best = logits[1].topk(3).indices
+    assert torch.allclose(probs[1][best], (logits[1][best] / 0.5).softmax(-1))
+    assert float(probs[1].sum()) == pytest.approx(1.0)

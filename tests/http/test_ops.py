@@ -108,6 +108,8 @@ async def test_server_info_names_version_geometry_and_every_path(server: Served)
     assert [rank["dp_rank"] for rank in info["ranks"]] == [0, 1]
     assert info["ranks"][0]["paths"] == [{"path": "gloo_exchange", "state": "active", "why": "configured"}]
     assert info["limits"]["queue_items"] == 4096
+    assert info["dspark"]["enabled"] is False
+    assert (info["dspark"]["gamma"], info["dspark"]["acceptance"]) == (None, "coupled")
     assert len(info["tokenizer"]["digest"]) == 64
 
 

@@ -74,6 +74,16 @@ def test_words_equal_the_scalar_generator_for_every_key_part() -> None:
             assert int(words[row, token_id]) == scalar_word(*key, token_id)
 
 
+def test_each_stream_is_the_generator_under_another_counter() -> None:
+    """Acceptance by rejection is only exact if what tests a draft is not what drew it."""
+    streams = (noise.SAMPLING, noise.ACCEPTANCE, noise.REPLACEMENT, noise.DRAFTS, noise.DRAFTS + 1)
+    words = [noise.random_words(*rows([(9, 2, 31)]), 8, stream)[0].tolist() for stream in streams]
+
+    for stream, got in zip(streams, words, strict=True):
+        assert tuple(got[:4]) == scalar_philox((0, 31, 2, stream), (9, 0))
+    assert len({tuple(got) for got in words}) == len(streams)
+
+
 @pytest.mark.parametrize(("key", "word", "value"), GOLDEN)
 def test_golden_values_hold(key: tuple[int, int, int, int], word: int, value: float) -> None:
     """A seeded text must survive a release: these numbers may never change."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsparkd.errors import CheckpointError
-from dsparkd.model.config import load_model_config, parse_model_config
+from dsparkd.config import SpeculationConfig
+from dsparkd.errors import EXIT_CONFIG, CheckpointError, ConfigError
+from dsparkd.model.config import load_model_config, parse_model_config, verified_drafts
 from tests.model.values import small_values
 
 REQUIRED = sorted(
@@ -113,3 +114,45 @@ def test_a_file_gives_what_its_values_give(tmp_path: Path) -> None:
     """Reading adds nothing."""
     (tmp_path / "config.json").write_text(json.dumps(small_values()), encoding="utf-8")
     assert load_model_config(tmp_path) == parse_model_config(small_values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "names"),
+    [
+        ("dspark_block_size", 0, ("dspark_block_size", "0")),
+        ("dspark_noise_token_id", 4096, ("dspark_noise_token_id", "4096")),
+        ("dspark_noise_token_id", -1, ("dspark_noise_token_id", "-1")),
+        ("dspark_markov_rank", 0, ("dspark_markov_rank", "0")),
+        ("dspark_target_layer_ids", [], ("dspark_target_layer_ids",)),
+        ("dspark_target_layer_ids", [0, 99], ("dspark_target_layer_ids", "99")),
+    ],
+)
+def test_d03_a_drafter_that_cannot_be_right_is_a_start_failure(key: str, value: object, names: tuple[str, ...]) -> None:
+    """D-03: a row a block or more, a noise id in the vocabulary, a Markov rank, taps; the message names the value."""
+    with pytest.raises(CheckpointError) as failure:
+        parse_model_config(small_values() | {"vocab_size": 4096} | {key: value})
+    assert all(name in str(failure.value) for name in names)
+
+
+def test_d03_a_configuration_that_does_not_fit_the_drafter_names_both_values() -> None:
+    """D-03: another gamma is a start failure, not a warning; so is a checkpoint without a drafter."""
+    model = parse_model_config(small_values())
+    for config, names in (
+        (SpeculationConfig(enabled=True, gamma=4), ("dspark.gamma", "4", "5")),
+        (SpeculationConfig(enabled=True, max_verify=6), ("dspark.max_verify", "6", "5")),
+    ):
+        with pytest.raises(ConfigError) as failure:
+            verified_drafts(config, model)
+        assert all(name in str(failure.value) for name in names)
+        assert failure.value.exit_code == EXIT_CONFIG
+    bare = parse_model_config({key: value for key, value in small_values().items() if not key.startswith("dspark")})
+    with pytest.raises(ConfigError, match=r"dspark\.enabled"):
+        verified_drafts(SpeculationConfig(enabled=True), bare)
+    assert verified_drafts(SpeculationConfig(enabled=False, gamma=4), bare) == 0
+
+
+@pytest.mark.parametrize(("max_verify", "expected"), [(None, 5), (0, 0), (3, 3), (5, 5)])
+def test_the_width_of_verification_is_the_block_or_what_is_configured(max_verify: int | None, expected: int) -> None:
+    """decisions.md 5: the drafter always drafts its block; max_verify bounds what is verified."""
+    config = SpeculationConfig(enabled=True, gamma=5, max_verify=max_verify)
+    assert verified_drafts(config, parse_model_config(small_values())) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -253,17 +253,22 @@ def sampling_of(temperatures: list[float], seed: int) -> DraftSampling:
     return DraftSampling(torch.tensor(temperatures), torch.arange(count) + seed, torch.arange(count) % 3)
 
 
-def test_sampled_drafts_draw_with_the_noise_of_their_positions(loaded: Loaded, rings: Tensor, drafts: Drafts) -> None:
+@pytest.mark.parametrize("is_coupled", [True, False])
+def test_sampled_drafts_draw_with_the_noise_of_their_positions(
+    is_coupled: bool, loaded: Loaded, rings: Tensor, drafts: Drafts
+) -> None:
     """Architecture 1: the target draws the token at p with noise (seed, choice, p, id); so the draft of p does, too.
 
-    Greedy blocks beside sampled ones stay as they are.
+    For rejection it must not, and a draft at the same place of another block must not repeat its draw. Greedy blocks
+    beside sampled ones stay as they are.
     """
     temperatures = [1.0, 0.0, 0.7, 2.0, 0.0, 1.0, 0.3]
-    sampling = sampling_of(temperatures, seed=100)
+    sampling = replace(sampling_of(temperatures, seed=100), is_coupled=is_coupled)
     got = loaded.draft(ANCHORS, rings, sampling)
     positions = torch.tensor([p for _, p, _ in ANCHORS])
     for i in range(GAMMA):
-        gumbel = noise.gumbel(sampling.seeds, sampling.choices, positions + i + 1, 192).double()
+        stream = noise.SAMPLING if is_coupled else noise.DRAFTS + i
+        gumbel = noise.gumbel(sampling.seeds, sampling.choices, positions + i + 1, 192, stream).double()
         for b, temperature in enumerate(temperatures):
             log_q = torch.log_softmax(got.logits[b, i].double() / (temperature or 1.0), 0)
             want = (log_q + gumbel[b] * (temperature > 0)).argmax()

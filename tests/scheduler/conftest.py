@@ -6,10 +6,12 @@ rings and snapshots hold what a real one's would, so any mistake in memory shows
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +19,8 @@ import pytest
 
 from dsparkd import system
 from dsparkd.errors import PeerError, RequestError
-from dsparkd.executor.plan import Plan, RowFailure, RowOutput, StepKind, StepOutput
+from dsparkd.executor.costs import CostTable
+from dsparkd.executor.plan import Plan, RowFailure, RowOutput, Speculation, StepKind, StepOutput
 from dsparkd.grammar.cache import CacheState
 from dsparkd.ipc.channel import Channel
 from dsparkd.messages import (
@@ -49,6 +52,7 @@ from dsparkd.scheduler.policy import Limits, Planner
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory
 from dsparkd.scheduler.results import Committer
+from dsparkd.scheduler.speculation import SpeculationPlanner
 
 VOCAB = 29
 EOS = 1
@@ -105,10 +109,13 @@ class FakeDevice:
             assert len(held) == start.position, "a slot is filled from a snapshot of another position"
             self.slots[start.slot] = held
         self._check_disjoint(plan)
-        outputs = tuple(self._run(row) for row in plan.rows)
+        outputs = tuple(self._run(row, plan.speculation) for row in plan.rows)
         for save in plan.snapshot_saves:
-            assert len(self.slots[save.slot]) == save.position
-            self.snapshots[save.snapshot] = self.slots[save.slot]
+            held = self.slots[save.slot]
+            if plan.speculation is None:
+                assert len(held) == save.position
+            # What a window wrote behind its accepted ids is nobody's prefix: a request that resumes from it is told so.
+            self.snapshots[save.snapshot] = held[: save.position]
         return StepOutput(outputs)
 
     def commit_grammars(self, matchers: Sequence[FakeMatcher]) -> list[RowFailure | None]:
@@ -122,12 +129,13 @@ class FakeDevice:
         for row in plan.rows:
             for page in row.page_table:
                 readers.setdefault(page, []).append(row.slot)
+        most = plan.speculation.max_drafts if plan.speculation is not None else 0
         for row in plan.rows:
-            first, last = row.start // PAGE, (row.start + len(row.input_ids) - 1) // PAGE
+            first, last = row.start // PAGE, (row.start + len(row.input_ids) + most - 1) // PAGE
             for page in row.page_table[first : last + 1]:
                 assert readers[page] == [row.slot], "a written page is shared"
 
-    def _run(self, row) -> RowOutput:  # type: ignore[no-untyped-def]
+    def _run(self, row, speculation: Speculation | None) -> RowOutput:  # type: ignore[no-untyped-def]
         ids = row.prompt_ids + row.output_ids
         end = row.start + len(row.input_ids)
         assert row.slot > 0
@@ -152,9 +160,31 @@ class FakeDevice:
         if row.request_id in self.failing:
             return RowOutput((0,), failure=self.failing[row.request_id])
         assert end == len(ids)
+        if speculation is not None:
+            return self._verify(row, ids, speculation.max_drafts)
         token = next_token(ids)
         logprobs = None if row.sampling.top_logprobs is None else (TokenLogprob(token, -0.5),)
         return RowOutput((token,), logprobs, prompt_logprobs)
+
+    def _verify(self, row, ids: tuple[int, ...], most: int) -> RowOutput:  # type: ignore[no-untyped-def]
+        """Draft some ids right, by chance; the window's refused ids stay in pages that the plan must have given it."""
+        right = hash_of(row.request_id) * 7 + sum(ids) * 13
+        accepted = right % (most + 1)
+        run: list[int] = []
+        for _ in range(accepted + 1):
+            run.append(next_token((*ids, *run)))
+        kept = (*ids, *run[:-1])
+        for place in range(most):
+            position = len(ids) + place
+            self.pages.setdefault(row.page_table[position // PAGE], {})[position % PAGE] = (
+                kept[position] if position < len(kept) else -1
+            )
+        self.slots[row.slot] = kept
+        logprobs = None
+        if row.sampling.top_logprobs is not None:
+            logprobs = tuple(TokenLogprob(token, -0.5) for token in run)
+        chances = tuple(1.0 / (2 + place) for place in range(most))
+        return RowOutput(tuple(run), logprobs, None, num_drafts=most, num_verified=most, survival=chances)
 
 
 class FakeMatcher:
@@ -339,6 +369,8 @@ class Sizes:
     max_context: int = 64
     queue_items: int = 256
     max_prefill_streak: int = 4
+    max_drafts: int = 0
+    table: CostTable | None = None  # windows are compact where there is one
 
 
 class Rank:
@@ -357,7 +389,7 @@ class Rank:
             page_tokens=PAGE,
         )
         self.watch = FakeWatch()
-        limits = Limits(sizes.chunk_tokens, PAGE, sizes.snapshot_pages * PAGE, prompt_logit_tokens=2 * PAGE)
+        limits = Limits(sizes.chunk_tokens, PAGE, sizes.snapshot_pages * PAGE, 2 * PAGE, sizes.max_drafts)
         self.planner = Planner(self.queue, self.memory, limits)
         parent_here, parent_there = socket.socketpair()
         text_here, text_there = socket.socketpair()
@@ -390,6 +422,9 @@ class Rank:
                 Committer(self.queue, self.memory, Texts(), frozenset({EOS}), THINK_END, self.device.commit_grammars),
                 self.device,
                 self.desk,
+                speculation=SpeculationPlanner(
+                    sizes.max_drafts, sizes.max_rows, is_compact=sizes.table is not None, table=sizes.table
+                ),
             ),
             Account(dp_rank, self.tally, clock),
             self.watch,
@@ -470,14 +505,19 @@ class Pair:
         self.clock = FakeClock()
         self.ranks = tuple(Rank(rank, self.sizes, exchanges[rank], self.clock) for rank in (0, 1))
         self.agreements: list[Agreement] = []
+        self.threads = ThreadPoolExecutor(2) if self.sizes.table is not None else None
 
     def tick(self, count: int = 1) -> None:
         for _ in range(count):
             offers = [rank.loop.offer() for rank in self.ranks]
             payloads = [payload for _, payload in offers]
-            agreed = [
-                rank.loop.act(proposal, *payloads) for rank, (proposal, _) in zip(self.ranks, offers, strict=True)
+            acts = [
+                functools.partial(rank.loop.act, proposal, *payloads)
+                for rank, (proposal, _) in zip(self.ranks, offers, strict=True)
             ]
+            # Compact windows are agreed in a second exchange, in which each rank waits for the other one.
+            run = map if self.threads is None else self.threads.map
+            agreed = list(run(lambda act: act(), acts))
             assert agreed[0] == agreed[1]
             self.agreements.append(agreed[0])
             for rank in self.ranks:
@@ -492,6 +532,8 @@ class Pair:
         raise AssertionError(f"work left after {limit} ticks: {[rank.queue.counts() for rank in self.ranks]}")
 
     def close(self) -> None:
+        if self.threads is not None:
+            self.threads.shutdown()
         for rank in self.ranks:
             rank.close()
 

@@ -201,7 +201,7 @@ def thinking(lab, name, length=9, **sampling):
 
 
 def test_d16_the_grammar_hears_of_ids_behind_the_reasoning_alone(lab, pair):
-    """D-16: while a row thinks it has no matcher and may not end; only kept ids behind the end id are heard."""
+    """D-16: while a row thinks it may not end, and its grammar waits; only kept ids behind the end id are heard."""
     rank = pair.ranks[0]
     matchers = {}
     names = [f"t{number}" for number in range(12)]
@@ -221,7 +221,7 @@ def test_d16_the_grammar_hears_of_ids_behind_the_reasoning_alone(lab, pair):
             for row in plan.rows:
                 if row.request_id == name and row.sampling is not None:
                     assert row.is_thinking == (lab.THINK_END not in row.output_ids)
-                    assert (row.matcher is None) == row.is_thinking
+                    assert row.matcher is matchers[name]
     assert 0 < switched < len(names), "the script must have both"
     assert rank.value("dsparkd_mask_steps_total", "thinking_only") > 0
 

@@ -63,10 +63,18 @@ def play(lab, pair, script):
     num_pages=st.integers(17, 40),
     num_snapshots=st.integers(0, 6),
     max_rows=st.integers(1, 6),
+    max_drafts=st.sampled_from([0, 1, 3]),
 )
-def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(lab, script, num_pages, num_snapshots, max_rows):
-    """R-15, R31: any order of submits, aborts and memory pressure; the device checks each page and ring it is shown."""
-    with contextlib.closing(lab.Pair(lab.Sizes(num_pages, max_rows, num_snapshots))) as pair:
+def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(
+    lab, script, num_pages, num_snapshots, max_rows, max_drafts
+):
+    """R-15, R31: any order of submits, aborts and memory pressure, with drafts and without.
+
+    The device checks each page and ring it is shown. D-10: ids behind an end exist nowhere, not in a prefix hit either.
+    """
+    num_pages += 1 if max_drafts else 0  # the longest sequence needs room for its drafts too
+    sizes = lab.Sizes(num_pages, max_rows, num_snapshots, max_drafts=max_drafts)
+    with contextlib.closing(lab.Pair(sizes)) as pair:
         submitted, aborted = play(lab, pair, script)
         pair.drain()
         for rank, request in submitted:

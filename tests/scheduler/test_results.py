@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepKind, StepOutput
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SnapshotSave, StepKind, StepOutput
 from dsparkd.messages import TokenLogprob
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
@@ -20,14 +20,17 @@ class Bench:
     def __init__(self, lab, max_context: int = 64, prompt: object = (2, 3, 4), **sampling: object) -> None:
         self.queue = RequestQueue()
         self.memory = Memory(num_pages=32, num_slots=3, num_snapshots=4, page_tokens=lab.PAGE)
-        self.committer = Committer(self.queue, self.memory, lab.Texts(), frozenset({lab.EOS}))
+        device = lab.FakeDevice()
+        self.committer = Committer(
+            self.queue, self.memory, lab.Texts(), frozenset({lab.EOS}), lab.THINK_END, device.commit_grammars
+        )
         message = lab.request("x", prompt, **{"max_tokens": 50, **sampling})
         self.request = Request(message, arrival=1, delivered_ns=1, max_context_tokens=max_context)
         self.queue.add([self.request])
         assert self.memory.admit(self.request, 0)
         self.queue.start(self.request)
 
-    def give(self, *ids: int, logprobs: bool = False):
+    def give(self, *ids: int, logprobs: bool = False, save: SnapshotSave | None = None):
         """Commit one step that accepted these ids, and return the delta."""
         request = self.request
         start = request.num_computed
@@ -43,8 +46,9 @@ class Bench:
             output_ids=request.output_ids,
         )
         told = tuple(TokenLogprob(token, -1.0) for token in ids) if logprobs else None
-        committed = self.committer.commit(Plan(StepKind.DECODE, (row,)), StepOutput((RowOutput(ids, told),)))
-        return committed.deltas[0]
+        plan = Plan(StepKind.DECODE, (row,), snapshot_saves=(save,) if save is not None else ())
+        self.committed = self.committer.commit(plan, StepOutput((RowOutput(ids, told),)))
+        return self.committed.deltas[0]
 
 
 def letters(text: str) -> list[int]:
@@ -170,6 +174,42 @@ def test_a_committed_prefix_is_keyed_by_ids_that_were_kept(lab):
     bench = Bench(lab, stop_ids=(12,))
     bench.give(10, 11, 12, 20, 21)
     assert bench.memory.tree.match([2, 3, 4, 10, 11, 12, 20, 21, 5]) is None
+
+
+@pytest.mark.parametrize("position", range(6))
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_u07_d10_a_run_is_cut_at_its_stop_with_a_grammar_or_without(lab, position, has_grammar):
+    """U-07, D-10: ids, usage and what the grammar hears end at the same id; what fell away is counted."""
+    bench = Bench(lab)
+    matcher = bench.request.matcher = lab.FakeMatcher() if has_grammar else None
+    bench.give(10)
+    run = [20, 21, 22, 23, 24, 25]
+    run[position] = lab.EOS
+    delta = bench.give(*run)
+    assert delta.token_ids == tuple(run[: position + 1])
+    assert delta.finish.output_tokens == 2 + position
+    assert bench.committed.num_truncated == (5 - position if has_grammar else 0)
+    if matcher is not None:
+        assert matcher.told == [10, *run[: position + 1]]
+
+
+@pytest.mark.parametrize(("stop_at", "kept"), [(None, True), (13, True), (12, False), (11, False)])
+def test_d10_a_snapshot_behind_the_last_kept_id_is_given_back(lab, stop_at, kept):
+    """D-10: a page end inside a window is a boundary only if the row is accepted, and not cut, up to there.
+
+    The id in the page's last place is 12: where it is the last one kept, it has not been through plain decoding.
+    """
+    bench = Bench(lab, stop_ids=(stop_at,) if stop_at is not None else ())
+    bench.give(10)
+    bench.memory.grow(bench.request, 6)
+    snapshot = bench.memory.tree.allocate_snapshot()
+    run = (20, 21, 11, 12, 13, 14)
+    bench.give(*run, save=SnapshotSave(bench.request.slot, snapshot, 2 * lab.PAGE))
+    match = bench.memory.tree.match([2, 3, 4, 10, 20, 21, 11, 12, 13, 14])
+    assert (match is not None) == kept
+    assert bench.memory.snapshots.num_used == int(kept)
+    if match is not None:
+        assert match.num_tokens == 2 * lab.PAGE
 
 
 def test_prompt_logprobs_that_are_computed_again_are_not_told_twice(lab):

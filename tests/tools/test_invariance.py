@@ -6,7 +6,7 @@ import pytest
 
 from tools.gates import invariance
 from tools.gates.invariance import Way
-from tools.workload import Answer, Item
+from tools.workload import Answer, Item, num_differing
 
 
 def answer(cached_tokens: int) -> Answer:
@@ -19,7 +19,7 @@ def answer(cached_tokens: int) -> Answer:
 )
 def test_a_shorter_or_longer_run_differs_in_what_the_other_lacks(base: str, other: str, count: int) -> None:
     """A run that ended early must not look equal because its beginning is."""
-    assert invariance._num_differing(tuple(base), tuple(other)) == count
+    assert num_differing(tuple(base), tuple(other)) == count
 
 
 def test_a_prefix_hit_is_proven_by_every_long_prompt() -> None:

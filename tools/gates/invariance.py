@@ -21,7 +21,7 @@ from dsparkd.kv.geometry import PoolSizes
 from dsparkd.model.config import load_model_config
 from dsparkd.text.tokenizer import Tokenizer
 from tools.harness import Server, Tables, ensure_checkpoint
-from tools.workload import Answer, Client, Item, growing_items, mixed_items
+from tools.workload import Answer, Client, Item, growing_items, mixed_items, num_differing
 
 MAX_TOKENS = 16
 CONCURRENCY = 32
@@ -124,8 +124,8 @@ class Gate:
             name=name,
             dtype=self._dtype,
             differing_requests=sum(base.tokens != answer.tokens for base, answer in pairs),
-            differing_ids=sum(_num_differing(base.tokens, answer.tokens) for base, answer in pairs),
-            differing_logprobs=sum(_num_differing(base.logprobs, answer.logprobs) for base, answer in pairs),
+            differing_ids=sum(num_differing(base.tokens, answer.tokens) for base, answer in pairs),
+            differing_logprobs=sum(num_differing(base.logprobs, answer.logprobs) for base, answer in pairs),
             compared_ids=sum(len(answer.tokens) for answer in base),
             proof=proof,
             proven=proven,
@@ -151,11 +151,6 @@ def _retractions(client: Client) -> tuple[str, bool]:
     time.sleep(1.5)  # a rank's counters reach the parent once a second
     count = int(client.counter("dsparkd_retractions_total"))
     return f"retractions: {count}", count > 0
-
-
-def _num_differing(base: tuple[object, ...], other: tuple[object, ...]) -> int:
-    """Positions at which two runs differ; one that ends earlier differs in all that it lacks."""
-    return sum(a != b for a, b in zip(base, other, strict=False)) + abs(len(base) - len(other))
 
 
 def main(argv: list[str]) -> int:

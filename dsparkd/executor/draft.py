@@ -1,0 +1,123 @@
+"""Drafting: one block behind each anchor of a step, and the context keys that blocks read.
+
+The keys of a token follow from the target's taps alone. They are stored with every step that computes tokens, chunks of
+prompts included, so that a sequence can be drafted for wherever it stands: after a prefix hit, a retract or a resume.
+
+Letters: B rows of a plan, G drafts of a block (gamma), W window, T tokens, R ring rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.plan import PlanRow
+from dsparkd.executor.sampler import GREEDY_TEMPERATURE
+from dsparkd.executor.staging import pad_rows
+from dsparkd.kv.pool import KVPool
+from dsparkd.messages import SamplingParams
+from dsparkd.model.dspark import Drafter, DraftInputs, Drafts, DraftSampling
+from dsparkd.model.inputs import ForwardInputs
+from dsparkd.model.moe import ExpertExchange
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A step's drafts on the host. ids [B][G]; survival [B][G]: chances that a draft and all before it are accepted.
+
+    drafts: the same on the device, with the logits that they were chosen by.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    survival: tuple[tuple[float, ...], ...]
+    drafts: Drafts
+
+
+class DraftDesk:
+    """The drafter over one rank's rings. Owned by the tick thread.
+
+    exchange: carries the drafter's expert rows; both ranks propose in the same steps. is_coupled: drafts are drawn for
+    coupled acceptance, else for rejection.
+    """
+
+    def __init__(self, drafter: Drafter, pool: KVPool, exchange: ExpertExchange, *, is_coupled: bool = True) -> None:
+        self.is_coupled = is_coupled
+        self._drafter = drafter
+        self._pool = pool
+        self._exchange = exchange
+        self.taps = drafter.dspark.target_layer_ids
+        kept, needed = pool.geometry.num_draft_stages, drafter.dspark.num_stages
+        if kept != needed:
+            raise InvariantError(f"rings for {kept} draft stages, and the drafter has {needed}")
+
+    def propose(self, rows: Sequence[PlanRow], num_blocks: tuple[int, int]) -> Blocks:
+        """Draft behind each row's last token. num_blocks: both ranks' rows; a rank without any takes part.
+
+        Coupled draws have the noise of their positions, as plain decoding's do, so the two mostly agree.
+        """
+        counts = [self._drafter.num_padded_rows(count) for count in num_blocks]
+        self._exchange.begin_step((counts[0], counts[1]))
+        drafts = self._drafter.draft(self._inputs(rows), self._exchange, self._sampling(rows))
+        survival = self._drafter.survival(drafts.confidence)
+        return Blocks(
+            tuple(map(tuple, drafts.ids.tolist())),
+            tuple(map(tuple, survival.tolist())),
+            drafts,
+        )
+
+    def keep(self, taps: Tensor, inputs: ForwardInputs) -> None:
+        """Store the context keys of a step's tokens; taps [T, layers * D] are the target's.
+
+        Drafts that will be refused are stored, too: the ring is longer than what a block reads by more than a block.
+        """
+        store = inputs.draft_store
+        if store is None:
+            raise InvariantError("a step without a place for its context keys")
+        num_rows = store.src.shape[0]
+        src = torch.nn.functional.pad(store.src, (0, pad_rows(num_rows) - num_rows))
+        keys = self._drafter.context_keys(taps.index_select(0, src), inputs.positions.index_select(0, src))
+        self._pool.draft_keys.index_copy_(1, store.dst, keys[:, :num_rows])
+
+    def _inputs(self, rows: Sequence[PlanRow]) -> DraftInputs:
+        geometry = self._pool.geometry
+        ring, window = geometry.draft_ring_rows, geometry.window
+        positions = np.array([row.start + len(row.input_ids) - 1 for row in rows], np.int64)
+        slots = np.array([row.slot for row in rows], np.int64)
+        wanted = positions[:, None] + np.arange(-window, 0)
+        hidden = np.maximum(window - positions, 0)
+        return DraftInputs(
+            anchor_ids=self._ids([row.input_ids[-1] for row in rows]),
+            positions=torch.from_numpy(positions).to(self._drafter.device),
+            rings=self._pool.draft_keys,
+            sources=torch.from_numpy(np.where(wanted < 0, 0, slots[:, None] * ring + wanted % ring)).to(
+                self._drafter.device
+            ),
+            first=torch.from_numpy(hidden).to(self._drafter.device),
+            all_visible=not hidden.any(),
+        )
+
+    def _sampling(self, rows: Sequence[PlanRow]) -> DraftSampling | None:
+        params = [_params(row) for row in rows]
+        temperatures = [each.temperature if each.temperature > GREEDY_TEMPERATURE else 0.0 for each in params]
+        if not any(temperatures):
+            return None
+        return DraftSampling(
+            temperatures=torch.tensor(temperatures, dtype=torch.float32, device=self._drafter.device),
+            seeds=self._ids([each.seed for each in params]),
+            choices=self._ids([each.choice for each in params]),
+            is_coupled=self.is_coupled,
+        )
+
+    def _ids(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._drafter.device)
+
+
+def _params(row: PlanRow) -> SamplingParams:
+    if row.sampling is None:
+        raise InvariantError(f"request {row.request_id} is drafted for and not sampled")
+    return row.sampling

@@ -1,0 +1,92 @@
+"""Verify lengths: how many drafts a step verifies, and which (model.md 5.7). Pure; torch-free.
+
+Two decisions, apart on purpose. The budget of a step comes from the chances of an earlier one, before this step drafts;
+the step then spends it on its own likeliest drafts. So whether a draft is verified depends on nothing that was known
+only after it was drawn, and acceptance by rejection stays exact. The best lengths by the present chances would not do:
+the chance of a draft tells of the one before it, which would be cut or kept by what it is.
+
+Chances are survivals: that a draft and all before it in its block are accepted; they never grow along a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.costs import CostTable
+
+# How much a block's chances count beside what was known of the request: one unlikely block says little of the next.
+NEWS_SHARE = 0.25
+LEAST_SURVIVAL = 1e-6  # a draft that is less likely is not worth a row, however cheap
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """num_drafts: drafts to verify, of all rows together. pays: more tokens a second than without any drafting."""
+
+    num_drafts: int
+    pays: bool
+
+
+def plan_budget(table: CostTable, survivals: Sequence[Sequence[float] | None], max_verify: int) -> Budget:
+    """Choose how many drafts the next step verifies, for the most tokens a second.
+
+    survivals: of each row, what its earlier blocks were given (`blend`); None for a row that has not drafted yet, or
+    not for long: all its drafts count as certain. At most max_verify drafts of a row. Among equals the fewest win.
+    Raises InvariantError for a chance outside of 0..1, a length that differs or a block whose chances grow.
+    """
+    num_rows = len(survivals)
+    if not num_rows:
+        return Budget(0, pays=True)
+    chances = sorted((a for block in survivals for a in _chances(block, max_verify)), reverse=True)
+    drafting = table.draft_seconds(num_rows)
+    plain = num_rows / table.seconds(num_rows, num_rows)
+    tokens = float(num_rows)
+    best, most = 0, num_rows / (table.seconds(num_rows, num_rows) + drafting)
+    for count, chance in enumerate(chances, 1):
+        tokens += chance
+        rate = tokens / (table.seconds(num_rows, num_rows + count) + drafting)
+        if rate > most:
+            best, most = count, rate
+    return Budget(best, pays=most >= plain)
+
+
+def blend(known: Sequence[float] | None, block: Sequence[float]) -> tuple[float, ...]:
+    """What a request's chances are known to be after a block: a mean that forgets. None: certain till now."""
+    before = known if known is not None else (1.0,) * len(block)
+    mixed = (old + NEWS_SHARE * (new - old) for old, new in zip(before, block, strict=True))
+    # A rounding must not let them grow.
+    return tuple(itertools.accumulate(mixed, min))
+
+
+def admit(survivals: Sequence[Sequence[float]], num_drafts: int, max_verify: int) -> tuple[int, ...]:
+    """Spend a budget on the likeliest drafts: how many of each row are verified, 0..max_verify.
+
+    Equal chances: the one nearer to its anchor first, then the earlier row. A row's drafts are admitted from the first
+    on, because their chances never grow. Raises InvariantError as plan_budget does.
+    """
+    ranked = sorted(
+        (-chance, column, row)
+        for row, block in enumerate(survivals)
+        for column, chance in enumerate(_chances(block, max_verify))
+    )
+    lengths = [0] * len(survivals)
+    for _, _, row in ranked[: max(num_drafts, 0)]:
+        lengths[row] += 1
+    return tuple(lengths)
+
+
+def _chances(block: Sequence[float] | None, max_verify: int) -> Sequence[float]:
+    """A block's chances that are worth verifying, at most max_verify."""
+    if block is None:
+        return (1.0,) * max_verify
+    if len(block) < max_verify:
+        raise InvariantError(f"{len(block)} chances for {max_verify} drafts")
+    previous = 1.0
+    for chance in block:
+        if not 0.0 <= chance <= previous:  # NaN is not between anything
+            raise InvariantError(f"survival {chance} behind {previous}; it must be a chance, and never grow")
+        previous = chance
+    return [chance for chance in block[:max_verify] if chance >= LEAST_SURVIVAL]

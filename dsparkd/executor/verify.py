@@ -1,0 +1,169 @@
+"""Verification: windows of an anchor and its drafts through the target, and what of them is accepted.
+
+A window's rows are judged in order, each with the state that includes the drafts before it: penalties, biases, stop
+ids that are held back, the grammar. What row j chooses is what plain decoding would choose behind the same ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from dsparkd.errors import InvariantError
+from dsparkd.executor.accept import Block, accept_coupled
+from dsparkd.executor.draft import Blocks
+from dsparkd.executor.lengths import admit
+from dsparkd.executor.masks import Masks, grammar_start
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput
+from dsparkd.executor.sampler import Choices, PromptRow, SampleRow
+
+Drafted = tuple[int, ...]
+
+
+def cut(plan: Plan, blocks: Blocks | None, dp_rank: int) -> tuple[Drafted, ...]:
+    """Each row's drafts that are verified: the likeliest that the step has room for, each with those before it."""
+    speculation = plan.speculation
+    if blocks is None or speculation is None:
+        return ((),) * len(plan.rows)
+    most = speculation.max_drafts
+    if not speculation.is_compact:
+        return tuple(ids[:most] for ids in blocks.ids)
+    room = speculation.num_tokens[dp_rank] - len(plan.rows)
+    lengths = admit(blocks.survival, room, most)
+    return tuple(ids[:length] for ids, length in zip(blocks.ids, lengths, strict=True))
+
+
+def with_drafts(plan: Plan, drafts: Sequence[Drafted]) -> Plan:
+    """Put each row's drafts behind its anchor; each gets a row of logits."""
+    return dataclasses.replace(plan, rows=tuple(map(_window, plan.rows, drafts)))
+
+
+def _window(row: PlanRow, drafts: Drafted) -> PlanRow:
+    if not drafts:
+        return row
+    return dataclasses.replace(row, input_ids=row.input_ids + drafts, num_logits=row.num_logits + len(drafts))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step asks of the sampler. readable: per plan row, how many of its window's rows may be drawn from."""
+
+    samples: list[SampleRow]
+    prompts: list[PromptRow]
+    readable: tuple[int, ...]
+
+
+def ask(plan: Plan, drafts: Sequence[Drafted], masks: Masks | None, think_end_id: int | None) -> Asked:
+    """List what the sampler does for each row of a plan with its drafts, in plan order."""
+    samples: list[SampleRow] = []
+    prompts = []
+    readable = []
+    first_row = 0
+    for index, (row, drafted) in enumerate(zip(plan.rows, drafts, strict=True)):
+        if row.prompt_top_logprobs is not None:
+            prompts.append(PromptRow(first_row, _next_prompt_ids(row), row.prompt_top_logprobs))
+        first_row += row.num_logits
+        if row.sampling is None:
+            readable.append(0)
+            continue
+        window = _sample_rows(row, drafted, first_row - 1 - len(drafted), index, masks, think_end_id)
+        samples += window
+        readable.append(len(window))
+    return Asked(samples, prompts, tuple(readable))
+
+
+def _sample_rows(
+    row: PlanRow, drafts: Drafted, logits_row: int, index: int, masks: Masks | None, think_end_id: int | None
+) -> list[SampleRow]:
+    """The rows of one window that may be drawn from; logits_row is the anchor's."""
+    assert row.sampling is not None
+    first = grammar_start(row, drafts, think_end_id)
+    held = masks.rows.get(index) if masks is not None else None
+    if row.matcher is not None and held is None and first <= len(drafts):
+        raise InvariantError(f"request {row.request_id} has a grammar and no mask")
+    usable = 1 + len(drafts) if held is None else max(held.usable, 1)  # a row that fails is drawn from all the same
+    position = row.start + len(row.input_ids) - len(drafts)
+    rows = []
+    for j in range(usable):
+        mask_row = None
+        if held is not None and masks is not None and j >= first:
+            mask_row = held.place * masks.width + j
+        rows.append(
+            SampleRow(
+                logits_row + j,
+                row.sampling,
+                row.prompt_ids,
+                row.output_ids + drafts[:j],
+                position + j,
+                mask_row,
+                row.is_thinking and j < first,
+            )
+        )
+    return rows
+
+
+def _next_prompt_ids(row: PlanRow) -> tuple[int, ...]:
+    """The prompt tokens that follow each token of a chunk; the prompt's last token has none."""
+    if row.num_logits != len(row.input_ids):
+        raise InvariantError(
+            f"request {row.request_id}: {row.num_logits} logit rows for its prompt's log-probabilities"
+        )
+    return row.prompt_ids[row.start + 1 : row.start + len(row.input_ids) + 1]
+
+
+def collect(
+    plan: Plan,
+    drafts: Sequence[Drafted],
+    asked: Asked,
+    choices: Choices,
+    masks: Masks | None,
+    blocks: Blocks | None,
+) -> tuple[RowOutput, ...]:
+    """Hand the sampler's results back to the plan's rows: of a window, the accepted drafts and the id behind them."""
+    read = iter(choices.prompt_logprobs)
+    failures = masks.failures if masks is not None else {}
+    kept = iter(_accept(drafts, asked, choices.token_ids))
+    rows, at = [], 0
+    for index, row in enumerate(plan.rows):
+        prompt_logprobs = next(read) if row.prompt_top_logprobs is not None else None
+        num_kept = next(kept)
+        part = slice(at, at + num_kept)
+        at += asked.readable[index]
+        if row.sampling is None:
+            rows.append(RowOutput((), None, prompt_logprobs))
+            continue
+        logprobs = tuple(entry for entry in choices.logprobs[part] if entry is not None)
+        rows.append(
+            RowOutput(
+                token_ids=choices.token_ids[part],
+                logprobs=None if row.sampling.top_logprobs is None else logprobs,
+                prompt_logprobs=prompt_logprobs,
+                failure=failures.get(index),
+                num_drafts=len(blocks.ids[index]) if blocks is not None else 0,
+                num_verified=len(drafts[index]),
+                survival=blocks.survival[index] if blocks is not None else (),
+            )
+        )
+    return tuple(rows)
+
+
+def _accept(drafts: Sequence[Drafted], asked: Asked, token_ids: Sequence[int]) -> list[int]:
+    """How many of each row's chosen ids are kept."""
+    longest = max((len(drafted) for drafted in drafts), default=0)
+    if not longest:
+        return list(asked.readable)
+    num_rows = len(drafts)
+    draft_ids = torch.zeros((num_rows, longest), dtype=torch.int64)
+    target_ids = torch.zeros((num_rows, longest + 1), dtype=torch.int64)
+    at = 0
+    for index, (drafted, readable) in enumerate(zip(drafts, asked.readable, strict=True)):
+        draft_ids[index, : len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
+        target_ids[index, :readable] = torch.tensor(token_ids[at : at + readable], dtype=torch.int64)
+        at += readable
+    verify_lens = torch.tensor([len(drafted) for drafted in drafts])
+    accepted = accept_coupled(Block(draft_ids, verify_lens, torch.tensor(asked.readable)), target_ids)
+    return [
+        1 + count if readable else 0 for count, readable in zip(accepted.lens.tolist(), asked.readable, strict=True)
+    ]
