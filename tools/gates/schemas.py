@@ -4,9 +4,9 @@
 
 Each is sent to both ranks, streamed and whole, at temperature 0: the four answers are equal, end by themselves, parse,
 and are instances by `jsonschema` (or match by `re`). Where the prompt determines the answer its canonical JSON is the
-expected one, without exception: those are the first questions of the test split that the same checkpoint answers rightly
-when no grammar holds it. What it gets wrong then is its exam's matter (`tools.gates quality`). A second server over
-the same store shows that every place of a grammar answers: memory, in_flight, disk, local_compile, compile.
+expected one, without exception: those are the first questions of the test split that the same checkpoint answers
+rightly when no grammar holds it. What it gets wrong then is its exam's matter (`tools.gates quality`). A second server
+over the same store shows that every place of a grammar answers: memory, in_flight, disk, local_compile, compile.
 """
 
 from __future__ import annotations
