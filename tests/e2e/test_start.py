@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     [
         ({"engine": {"checkpoint": "/nowhere"}}, "/nowhere"),
         ({"kv": {"device_bytes": 4096}}, "kv.device_bytes"),
-        ({"kv": {"device_bytes": 40_000_000}}, "kv.device_bytes = 40000000: gives"),
+        ({"kv": {"device_bytes": 48_000_000}}, "kv.device_bytes = 48000000: gives"),
         (
             {"engine": {"max_context_tokens": 16385}},
             "engine.max_context_tokens = 16385: the checkpoint was made for 16384",

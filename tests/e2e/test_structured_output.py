@@ -333,7 +333,7 @@ def test_the_stock_traversal_gives_the_same_answers(server: Server, checkpoint: 
 
 def test_a_retracted_answer_goes_on_where_its_grammar_was(server: Server, checkpoint: Path) -> None:
     """D-12, path invariance: rows are put back for want of pages inside their answers; the texts are equal."""
-    geometry = load_model_config(checkpoint).kv_geometry(256, "float32")
+    geometry = load_model_config(checkpoint).kv_geometry(256, "float32", drafts=True)
     sizes = PoolSizes(num_pages=8, num_slots=9, num_snapshots=2)
     rest = 8 * geometry.page_bytes + 2 * geometry.snapshot_bytes
     overrides: dict[str, dict[str, object]] = {

@@ -96,7 +96,7 @@ class Gate:
     def _tiny_pool(self) -> Tables:
         """A budget of TINY_PAGES pages for TINY_ROWS rows, and few snapshots."""
         geometry = load_model_config(self._checkpoint).kv_geometry(
-            PAGE_TOKENS, "float32" if self._dtype == "float32" else "bfloat16"
+            PAGE_TOKENS, "float32" if self._dtype == "float32" else "bfloat16", drafts=True
         )
         sizes = PoolSizes(num_pages=TINY_PAGES, num_slots=TINY_ROWS + 1, num_snapshots=2)
         rest = TINY_PAGES * geometry.page_bytes + 2 * geometry.snapshot_bytes
