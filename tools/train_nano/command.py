@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="export: directory with the drafter's masters")
     parser.add_argument("--steps", type=int, nargs="+", help="steps of each phase, instead of the plan's")
     parser.add_argument("--rows", type=int, default=24, help="rows of 2,048 tokens a GPU and step")
+    parser.add_argument("--peak", type=float, default=1.0, help="scales the learning rates: less for trained weights")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,9 @@ def run(rank: int, arguments: argparse.Namespace, size: int, port: int) -> None:
     plan = module.phases(arguments.rows)
     if arguments.steps:
         plan = [phase._replace(steps=steps) for phase, steps in zip(plan, arguments.steps, strict=True)]
-    optimiser = Optimiser(trainee.parameters(), module.MUON_RATE, module.ADAM_RATE, module.DECAY)
+    optimiser = Optimiser(
+        trainee.parameters(), arguments.peak * module.MUON_RATE, arguments.peak * module.ADAM_RATE, module.DECAY
+    )
     log = Log(arguments.out, group)
     done = train(trainee, optimiser, plan, group, part, module.DECAY_SHARE, log)
     log.write(event="plan done" if done else "slice over")
