@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsparkd.executor.costs import Origin, load_cost_table
-from tools.bench import dspark, steps, traversal
+from tools.bench import dspark, grammar, steps, traversal
 from tools.bench.dspark import Run
 from tools.harness import ensure_checkpoint
 
@@ -83,7 +83,7 @@ def test_a_repeating_thread_works_until_its_block_ends(count: int) -> None:
     """A thread that ended early would not be beside anything."""
     seen: list[int] = []
 
-    with traversal.repeating(seen.append):
+    with grammar.repeating(seen.append):
         while len(seen) < count:
             pass
 

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -273,23 +273,34 @@ def draw_document(compiled: xgrammar.CompiledGrammar, vocab_size: int, draw: ran
 
 
 @contextmanager
-def busy_thread() -> Iterator[None]:
-    """A thread that holds Python's lock whenever it can."""
+def repeating(work: Callable[[int], object], prepare: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """A thread that does work(0), work(1), ... until the block ends."""
     stop = threading.Event()
 
-    def work() -> None:
+    def run() -> None:
+        prepare()
         count = 0
         while not stop.is_set():
-            for _ in range(10_000):
-                count += 1
+            work(count)
+            count += 1
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
+
+
+def busy_thread() -> AbstractContextManager[None]:
+    """A thread that holds Python's lock whenever it can."""
+
+    def add(count: int) -> None:
+        for _ in range(10_000):  # in Python, so that it gives the lock up when asked to
+            count += 1
+
+    return repeating(add)
 
 
 def measure_walks(compiler: Compiler, vocab_size: int, rounds: int, num_threads: int) -> list[Figures]:

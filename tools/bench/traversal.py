@@ -18,8 +18,8 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from xgrammar.tvm_ffi_binding import GrammarMatcher
@@ -38,6 +38,7 @@ from tools.bench.grammar import (
     busy_thread,
     load_vocabularies,
     measure_walk,
+    repeating,
     schema,
     timed,
 )
@@ -50,27 +51,6 @@ def give_up_lock_in_walks(yes: bool) -> None:
     for method in vars(GrammarMatcher)["__tvm_ffi_type_info__"].methods:
         if method.name == "traverse_draft_tree":
             method.func.release_gil = yes
-
-
-@contextmanager
-def repeating(work: Callable[[int], object], prepare: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """A thread that does work(0), work(1), ... until the block ends."""
-    stop = threading.Event()
-
-    def run() -> None:
-        prepare()
-        count = 0
-        while not stop.is_set():
-            work(count)
-            count += 1
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def compile_thread(compiler: Compiler) -> AbstractContextManager[None]:
