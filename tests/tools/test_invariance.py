@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dsparkd.kv.geometry import fit_pool
+from dsparkd.model.config import load_model_config
 from tools.gates import invariance
 from tools.gates.invariance import Way
+from tools.harness import ensure_checkpoint
 from tools.workload import Answer, Item, num_differing
 
 
@@ -51,3 +54,18 @@ def test_float32_must_be_exact_and_every_way_proven(
     way = Way("way", dtype, ids, ids, logprobs, 100, "proof", proven, 1.0)
 
     assert way.ok == ok
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tiny_pool_buys_the_pages_whose_lack_forces_a_retract(dtype: str) -> None:
+    """With one page more nothing is retracted, and the way would prove nothing."""
+    checkpoint = ensure_checkpoint()
+
+    pool = invariance.tiny_pool(checkpoint, dtype)
+
+    geometry = load_model_config(checkpoint).kv_geometry(
+        invariance.PAGE_TOKENS, "float32" if dtype == "float32" else "bfloat16", drafts=True
+    )
+    kv, rows = pool["kv"], pool["scheduler"]["max_rows"]
+    sizes = fit_pool(geometry, int(str(kv["device_bytes"])), int(str(rows)), float(str(kv["snapshot_share"])))
+    assert (sizes.num_pages, sizes.num_snapshots) == (invariance.TINY_PAGES, 2)

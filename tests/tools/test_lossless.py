@@ -9,6 +9,7 @@ import pytest
 from tools import exam
 from tools.acceptance_draws import Result
 from tools.gates import lossless
+from tools.gates.invariance import PAGE_TOKENS
 from tools.gates.lossless import Axis, fits, growing, prompts_of
 from tools.harness import ensure_checkpoint
 from tools.workload import Answer, Item
@@ -53,7 +54,7 @@ def test_growing_prompts_end_just_before_a_page_does() -> None:
     copies = [Item([5] * length, {}, 64) for length in (90, 300)]
 
     for item in growing(copies, seed=1):
-        left = -len(item.prompt) % lossless.PAGE_TOKENS
+        left = -len(item.prompt) % PAGE_TOKENS
         assert 1 <= left <= lossless.MAX_TOKENS // 2
         assert item.rules["ignore_eos"]
 

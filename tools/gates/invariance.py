@@ -81,7 +81,7 @@ class Gate:
             client = Client(server.wait_ready().base_url)
             name = "32 concurrent, both ranks, chunks of 256"
             self._take(name, client, mixed, CONCURRENCY, lambda index: index % 2, _no_hits)
-        with self._server(self._tiny_pool()) as server:
+        with self._server(tiny_pool(self._checkpoint, self._dtype)) as server:
             client = Client(server.wait_ready().base_url)
             name = "growing: 32 concurrent, forced retract"
             self._take(name, client, growing, CONCURRENCY, lambda i: i % 2, lambda *_: _retractions(client))
@@ -92,19 +92,6 @@ class Gate:
         for table, keys in overrides.items():
             base[table] = base.get(table, {}) | dict(keys)
         return Server(base)
-
-    def _tiny_pool(self) -> Tables:
-        """A budget of TINY_PAGES pages for TINY_ROWS rows, and few snapshots."""
-        geometry = load_model_config(self._checkpoint).kv_geometry(
-            PAGE_TOKENS, "float32" if self._dtype == "float32" else "bfloat16", drafts=True
-        )
-        sizes = PoolSizes(num_pages=TINY_PAGES, num_slots=TINY_ROWS + 1, num_snapshots=2)
-        rest = TINY_PAGES * geometry.page_bytes + 2 * geometry.snapshot_bytes
-        share = (2 * geometry.snapshot_bytes + 1) / rest  # a byte more, for the rounding of the product
-        return {
-            "kv": {"device_bytes": sizes.device_bytes(geometry), "snapshot_share": share},
-            "scheduler": {"max_rows": TINY_ROWS},
-        }
 
     def _take(
         self,
@@ -132,6 +119,20 @@ class Gate:
             seconds=round(time.perf_counter() - began, 1),
         )
         self._report(way)
+
+
+def tiny_pool(checkpoint: Path, dtype: str) -> Tables:
+    """A budget of TINY_PAGES pages for TINY_ROWS rows, and few snapshots; dtype: float32 or bfloat16."""
+    geometry = load_model_config(checkpoint).kv_geometry(
+        PAGE_TOKENS, "float32" if dtype == "float32" else "bfloat16", drafts=True
+    )
+    sizes = PoolSizes(num_pages=TINY_PAGES, num_slots=TINY_ROWS + 1, num_snapshots=2)
+    rest = TINY_PAGES * geometry.page_bytes + 2 * geometry.snapshot_bytes
+    share = (2 * geometry.snapshot_bytes + 1) / rest  # a byte more, for the rounding of the product
+    return {
+        "kv": {"device_bytes": sizes.device_bytes(geometry), "snapshot_share": share},
+        "scheduler": {"max_rows": TINY_ROWS},
+    }
 
 
 def _no_hits(items: list[Item], answers: list[Answer]) -> tuple[str, bool]:

@@ -27,11 +27,11 @@ import torch
 
 from dsparkd.executor import costs
 from dsparkd.executor.costs import CostTable, Origin
-from dsparkd.kv.geometry import PoolSizes
 from dsparkd.model.config import load_model_config
 from dsparkd.text.encoding import ChatEncoding
 from tools import acceptance_draws, exam
 from tools.acceptance_draws import CASES, RULES, Result
+from tools.gates.invariance import PAGE_TOKENS, tiny_pool
 from tools.harness import Server, Tables, ensure_checkpoint, merge
 from tools.train_nano.tasks import TASKS, draw
 from tools.train_nano.tasks.example import Task
@@ -41,12 +41,10 @@ PROMPTS = 500
 MAX_TOKENS = 64
 PROMPT_TOKENS = 2048  # of a recall prompt with its answer
 MAX_CONTEXT = 2560
-PAGE_TOKENS = 256
 CONCURRENCY = 8
 ALONE = 24
 LEAST_P = 1e-3
-# As in `tools.gates invariance`: four rows of a page fit, and when all of them have grown by one, a page is missing.
-TINY_PAGES, TINY_ROWS = 8, 8
+TINY_CONTEXT = 1024
 MAX_ROWS = 32
 GROWING = 64
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -191,7 +189,9 @@ class Gate:
                 client = Client(server.wait_ready().base_url)
                 for name, items in (("compact", self._some), ("compact, grammars", self._held)):
                     self._take(name, client, items, 32, lambda index: index % 2, _left_out(client))
-        with self._server(merge(self._speculation(self._gamma), self._tiny_pool())) as server:
+        # Fewer tokens than the other servers': the pool must hold one sequence of the length.
+        pool = merge(tiny_pool(self._checkpoint, "float32"), {"engine": {"max_context_tokens": TINY_CONTEXT}})
+        with self._server(merge(self._speculation(self._gamma), pool)) as server:
             client = Client(server.wait_ready().base_url)
             self._take("retract", client, self._growing, 32, lambda index: index % 2, _retractions(client))
 
@@ -255,18 +255,6 @@ class Gate:
         path = directory / "costs.json"
         path.write_bytes(msgspec.json.encode(table))
         return path
-
-    def _tiny_pool(self) -> Tables:
-        """A budget of TINY_PAGES pages for TINY_ROWS rows, and few snapshots."""
-        geometry = load_model_config(self._checkpoint).kv_geometry(PAGE_TOKENS, "float32", drafts=True)
-        sizes = PoolSizes(num_pages=TINY_PAGES, num_slots=TINY_ROWS + 1, num_snapshots=2)
-        rest = TINY_PAGES * geometry.page_bytes + 2 * geometry.snapshot_bytes
-        share = (2 * geometry.snapshot_bytes + 1) / rest  # a byte more, for the rounding of the product
-        return {
-            "engine": {"max_context_tokens": 1024},
-            "kv": {"device_bytes": sizes.device_bytes(geometry), "snapshot_share": share},
-            "scheduler": {"max_rows": TINY_ROWS},
-        }
 
     def _take(
         self,
