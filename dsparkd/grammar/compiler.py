@@ -51,6 +51,9 @@ class Compiler:
             if "bad_alloc" in str(error):
                 raise MemoryError("XGrammar ran out of memory") from error
             raise GrammarError(describe(str(error)), code="invalid_grammar") from error
+        except UnicodeDecodeError as error:
+            # XGrammar quotes what it refuses and cuts the quotation between two bytes, so its message cannot be read.
+            raise GrammarError(describe(""), code="invalid_grammar") from error
 
     def load(self, grammar: Grammar, body: bytes) -> xgrammar.CompiledGrammar:
         """Return what was serialized. XGrammar finds only some damage: the body's checksum must have been right.

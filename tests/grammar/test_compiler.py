@@ -158,6 +158,14 @@ def test_a_broken_grammar_is_refused_in_readable_words(compiler: Compiler, gramm
     assert "/" not in caught.value.message
 
 
+def test_a_grammar_whose_refusal_cannot_be_read_is_refused_all_the_same(compiler: Compiler) -> None:
+    """XGrammar's own message breaks off inside of the sign; that must not pass for a fault of the machine."""
+    with pytest.raises(GrammarError, match="gives no reason") as refused:
+        compiler.compile(Grammar(kind="ebnf", text="root ::= \U0001f4a9"))
+
+    assert refused.value.code == "invalid_grammar"
+
+
 def test_messages_keep_their_words_and_lose_their_places() -> None:
     """G-25: what a client can use stays."""
     text = "[12:34:56] /project/cpp/grammar_parser.cc:123: EBNF parser error at line 1, column 2: nothing\n  more"
