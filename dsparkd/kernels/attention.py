@@ -1,11 +1,11 @@
-"""Attention of gathered keys with a sink, and the rows around it: torch form, and C form for the cpu in float32.
+"""Attention of keys by index with a sink, and the rows around it: torch form, and C form for the cpu in float32.
 
 One latent vector is key and value. Keys come per token, by index: from a ring as it was before the step, from the
-step's own rows, and from pages. The torch form reduces them in fixed tiles (the window, then KEY_TILE entries each,
-ascending): a tile that is hidden as a whole adds exact zeros, so a longer neighbour changes no bits. The C form
-reduces exactly the keys that a token sees.
+step's own rows, and from pages. The torch form gathers them and reduces in fixed tiles (the window, then KEY_TILE
+entries each, ascending): a tile that is hidden as a whole adds exact zeros, so a longer neighbour changes no bits. The
+C form reduces exactly the keys that a token sees. The form for cuda is kernels/cuda/attention.py.
 
-Letters: T tokens, n tokens of one block, H heads, d head width, W window, N entries, r rotary width, M rows.
+Letters: T tokens, n tokens of one block, H heads, d head width, W window, N entries, B rows, r rotary width, M rows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsparkd.errors import FatalError
 from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.pointers import floats, integers
 from dsparkd.kernels.rotary import Rotation, rotate_
 from dsparkd.kernels.tiles import KEY_TILE
@@ -41,12 +42,14 @@ class WindowKeys:
 class EntryKeys:
     """A block's compressed keys: token t sees rows slots[t, :counts[t]] of entries [*, d]; behind them slots are 0.
 
-    slots [n, N] int64, N a multiple of KEY_TILE; counts [n] int64.
+    slots [n, N] int64, N a multiple of KEY_TILE; counts [n] int64. rows [n] int64, where the kernel's own `see` made
+    it: token t's slots are slots[rows[t]] of slots [B, N].
     """
 
     entries: Tensor
     slots: Tensor
     counts: Tensor
+    rows: Tensor | None = None
 
 
 class AttentionKernel(Protocol):
@@ -58,12 +61,24 @@ class AttentionKernel(Protocol):
     def heads(
         self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Norm and rotate: query [T, H * d], latent [T, d], norms [H + 1, d] -> queries [T, H, d], keys [T, d]."""
+        """Norm and rotate: query [T, H * d], latent [T, d], norms [H + 1, d] -> queries [T, H, d], keys [T, d].
+
+        queries may lie in query's storage: the caller is done with query.
+        """
+
+    def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
+        """All entries that each token sees, of entries [*, d]."""
 
     def attend(
-        self, queries: Tensor, window: WindowKeys, entries: EntryKeys | None, sink: Tensor, inverse: Rotation
-    ) -> Tensor:
-        """Softmax with a sink over window and entries, rotated back: [n, H, d] in the queries' dtype.
+        self,
+        queries: Tensor,
+        window: WindowKeys,
+        entries: EntryKeys | None,
+        sink: Tensor,
+        inverse: Rotation,
+        output: Tensor,
+    ) -> None:
+        """Softmax with a sink over window and entries, rotated back, into output [n, H, d], contiguous.
 
         queries [n, H, d] carry the softmax scale; sink [H] float32 counts in the denominator alone.
         """
@@ -71,11 +86,15 @@ class AttentionKernel(Protocol):
 
 def bind(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """Pick the form for a device and the keys' dtype, once."""
-    return CpuAttention() if device.type == "cpu" and dtype == torch.float32 else TorchAttention()
+    if device.type == "cuda":
+        from dsparkd.kernels.cuda.attention import TritonAttention  # a cpu start imports no triton
+
+        return TritonAttention()
+    return CpuAttention() if dtype == torch.float32 else TorchAttention()
 
 
 class TorchAttention:
-    """The reference, and the form for cuda and for bfloat16."""
+    """The reference, and the form for the cpu in bfloat16."""
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
         """See AttentionKernel."""
@@ -93,9 +112,19 @@ class TorchAttention:
         rotated = rotate_(normed.to(query.dtype), rotation)
         return rotated[:, :num_heads], rotated[:, num_heads].contiguous()
 
+    def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
+        """See AttentionKernel."""
+        return EntryKeys(entries, visible.expand()[0], visible.counts)
+
     def attend(
-        self, queries: Tensor, window: WindowKeys, entries: EntryKeys | None, sink: Tensor, inverse: Rotation
-    ) -> Tensor:
+        self,
+        queries: Tensor,
+        window: WindowKeys,
+        entries: EntryKeys | None,
+        sink: Tensor,
+        inverse: Rotation,
+        output: Tensor,
+    ) -> None:
         """See AttentionKernel."""
         n, W = window.sources.shape
         query = queries.float()
@@ -115,16 +144,16 @@ class TorchAttention:
             top = torch.maximum(top, more_logits.amax(-1, keepdim=True))
         shares = logits.sub_(top).exp_()
         total = shares.sum(-1, keepdim=True)
-        output = torch.bmm(shares, keys)
+        mixed = torch.bmm(shares, keys)
         if more_logits is not None:
             more_shares = more_logits.sub_(top).exp_()
             tile_totals = more_shares.view(*more_shares.shape[:2], -1, KEY_TILE).sum(-1)
             for tile in range(tile_totals.shape[-1]):
                 part = slice(tile * KEY_TILE, (tile + 1) * KEY_TILE)
                 total.add_(tile_totals[..., tile : tile + 1])
-                output.baddbmm_(more_shares[..., part], more_keys[:, part])
-        output.div_(total.add_((sinks - top).exp_()))
-        return rotate_(output.to(queries.dtype), inverse)
+                mixed.baddbmm_(more_shares[..., part], more_keys[:, part])
+        output.copy_(mixed.div_(total.add_((sinks - top).exp_())))
+        rotate_(output, inverse)
 
 
 class CpuAttention:
@@ -162,12 +191,21 @@ class CpuAttention:
         )
         return queries, keys
 
+    def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
+        """See AttentionKernel."""
+        return EntryKeys(entries, visible.expand()[0], visible.counts)
+
     def attend(
-        self, queries: Tensor, window: WindowKeys, entries: EntryKeys | None, sink: Tensor, inverse: Rotation
-    ) -> Tensor:
+        self,
+        queries: Tensor,
+        window: WindowKeys,
+        entries: EntryKeys | None,
+        sink: Tensor,
+        inverse: Rotation,
+        output: Tensor,
+    ) -> None:
         """See AttentionKernel."""
         n, H, d = queries.shape
-        output = torch.empty_like(queries)
         # Without entries their pointers are not read; the window's stand in.
         rows = window.chunk if entries is None else entries.entries
         slots = window.sources if entries is None else entries.slots
@@ -194,4 +232,3 @@ class CpuAttention:
         )
         if failed:
             raise FatalError("out of memory in the attention of a forward pass")
-        return output

@@ -160,7 +160,7 @@ class Attention:
             part = slice(block.start, block.stop)
             window = WindowKeys(ring, keys, block.sources, block.first, block.all_visible)
             chosen = self._choose(entries, b, part) if entries is not None else None
-            output[part] = attend(queries[part], window, chosen, self._projections.sink, inverse.rows(part))
+            attend(queries[part], window, chosen, self._projections.sink, inverse.rows(part), output[part])
         # Only now: storing the chunk overwrites rows that its first tokens still needed.
         store = inputs.attention.window_store
         ring.index_copy_(0, store.dst, keys.index_select(0, store.src))
@@ -174,7 +174,7 @@ class Attention:
         if not visible.most:
             return None
         if self._indexer is None or visible.most <= self._indexer.topk:
-            return EntryKeys(entries.entries, visible.expand()[0], counts)
+            return self._projections.kernel.see(entries.entries, visible)
         assert entries.keys is not None
         assert entries.query is not None
         slots = self._indexer.choose(entries.query, part, entries.keys, visible)

@@ -100,8 +100,8 @@ class Stage:
         real = slice(0, rows.num_tokens)
         window = WindowKeys(ring, projected.keys, rows.sources, rows.first, rows.all_visible)
         mixed = torch.zeros_like(projected.queries)
-        mixed[real] = self.projections.kernel.attend(
-            projected.queries[real], window, None, self.projections.sink, rows.rotations.inverse.rows(real)
+        self.projections.kernel.attend(
+            projected.queries[real], window, None, self.projections.sink, rows.rotations.inverse.rows(real), mixed[real]
         )
         return self.projections.output(mixed)
 

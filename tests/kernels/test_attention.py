@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.attention import AttentionKernel, CpuAttention, EntryKeys, TorchAttention, WindowKeys, bind
+from dsparkd.kernels.cuda.attention import TritonAttention
 from dsparkd.kernels.rotary import Rotation
 
 FORMS: list[AttentionKernel] = [TorchAttention(), CpuAttention()]
@@ -37,7 +38,9 @@ class Case:
 
     def run(self, form: AttentionKernel, part: slice = slice(0, N), width: int = E) -> Tensor:
         entries = EntryKeys(self.entries, self.slots[part, :width].contiguous(), COUNTS[part]) if width else None
-        return form.attend(self.queries[part], self.window(part), entries, self.sink, self.inverse.rows(part))
+        output = torch.full_like(self.queries[part], torch.nan)
+        form.attend(self.queries[part], self.window(part), entries, self.sink, self.inverse.rows(part), output)
+        return output
 
     def reference(self) -> Tensor:
         outputs = []
@@ -136,4 +139,5 @@ def test_the_form_follows_device_and_dtype() -> None:
     """One decision, when the model is built."""
     assert isinstance(bind(torch.device("cpu"), torch.float32), CpuAttention)
     assert isinstance(bind(torch.device("cpu"), torch.bfloat16), TorchAttention)
-    assert isinstance(bind(torch.device("cuda"), torch.float32), TorchAttention)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(bind(torch.device("cuda"), dtype), TritonAttention)

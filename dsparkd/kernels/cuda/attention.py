@@ -1,0 +1,256 @@
+"""Attention over keys where they lie, and the norm and rotation before it: Triton form, for cuda.
+
+One program reduces one token's keys for a block of heads, tile by tile: the window's, then the entries', each oldest
+first. Tile sizes follow from the geometry alone and a program reads one token, so neither neighbours nor the batch's
+size change a token's bits. Keys are read by index out of ring, chunk and pages; nothing is gathered into a copy.
+
+Letters: T tokens, n tokens of one call, H heads, d head width, W window, E entries a row has at most, r rotary width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsparkd.errors import InvariantError
+from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
+from dsparkd.kernels.cuda.products import operand, precision
+from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.rotary import Rotation
+
+HEAD_ROWS = 8  # vectors that one program norms and rotates
+
+
+class TritonAttention:
+    """Form for cuda. Implements AttentionKernel."""
+
+    def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
+        """See AttentionKernel."""
+        return TorchAttention().gather(ring, chunk, sources)
+
+    def heads(
+        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See AttentionKernel. The queries lie in query's own storage."""
+        T, H, d = query.shape[0], norms.shape[0] - 1, norms.shape[1]
+        queries, keys = query.view(T, H, d), query.new_empty((T, d))
+        norm_and_rotate(query, latent, norms, rotation, eps, queries, keys)
+        return queries, keys
+
+    def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
+        """See AttentionKernel."""
+        return EntryKeys(entries, visible.slots, visible.counts, visible.rows)
+
+    def attend(
+        self,
+        queries: Tensor,
+        window: WindowKeys,
+        entries: EntryKeys | None,
+        sink: Tensor,
+        inverse: Rotation,
+        output: Tensor,
+    ) -> None:
+        """See AttentionKernel."""
+        n, H, d = queries.shape
+        tile = _Tile(H, d, queries.dtype)
+        # Without entries their pointers are not read; the window's stand in.
+        slots = window.sources if entries is None else entries.slots
+        rows = None if entries is None else entries.rows
+        _attend[(n, triton.cdiv(H, tile.heads))](
+            queries,
+            window.ring,
+            window.chunk,
+            window.sources,
+            window.first,
+            window.sources.shape[1],
+            window.chunk if entries is None else entries.entries,
+            slots,
+            slots if rows is None else rows,
+            window.first if entries is None else entries.counts,
+            slots.shape[1],
+            sink,
+            inverse.cos,
+            inverse.sin,
+            output,
+            H,
+            D=d,
+            R=inverse.cos.shape[-1],
+            BLOCK_H=tile.heads,
+            BLOCK_D=tile.width,
+            BLOCK_K=tile.keys,
+            HAS_ENTRIES=entries is not None,
+            HAS_ROWS=rows is not None,
+            OPERAND=operand(queries),
+            PRECISION=precision(queries),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+class _Tile:
+    """Sizes of one program, by geometry and dtype alone: they fix the order of every reduction."""
+
+    def __init__(self, num_heads: int, width: int, dtype: torch.dtype) -> None:
+        self.width = triton.next_power_of_2(width)
+        # A tensor core tile has 16 rows; 64 heads share each key that is read and fill a warp group's product.
+        self.heads = min(max(triton.next_power_of_2(num_heads), 16), 64 if dtype == torch.bfloat16 else 16)
+        if dtype == torch.bfloat16:
+            # Queries, two stages of keys and the shares of 64 heads by 512 take 200 of the 227 KiB of shared memory.
+            self.keys, self.stages = 64, 2
+        else:
+            self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
+        self.warps = 8 if self.heads * self.width >= 64 * 256 else 4
+
+
+def norm_and_rotate(
+    query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float, queries: Tensor, keys: Tensor
+) -> None:
+    """Norm, weigh and rotate query [T, H * d] into queries [T, H, d], and latent [T, d], rows apart, into keys [T, d].
+
+    norms [H + 1, d] float32, the latent's last. queries may be query itself: each vector is loaded whole before its
+    first store. Raises InvariantError where they overlap in part.
+    """
+    T, H, d = queries.shape
+    if not (query.is_contiguous() and queries.is_contiguous() and keys.is_contiguous() and latent.stride(1) == 1):
+        raise InvariantError("norm and rotary of queries: a tensor is not contiguous")
+    distance = abs(query.data_ptr() - queries.data_ptr())
+    if 0 < distance < query.numel() * query.itemsize:
+        raise InvariantError(f"norm and rotary of queries: input and output overlap, {distance} bytes apart")
+    _norm_and_rotate[(T, triton.cdiv(H + 1, HEAD_ROWS))](
+        query,
+        latent,
+        latent.stride(0),
+        norms,
+        rotation.cos,
+        rotation.sin,
+        queries,
+        keys,
+        eps,
+        H=H,
+        D=d,
+        R=rotation.cos.shape[-1],
+        BLOCK_H=HEAD_ROWS,
+        BLOCK_D=triton.next_power_of_2(d),
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotate the last R of D columns of x [ROWS, BLOCK_D] float32 by token t's angles; elsewhere cos 1 and sin 0."""
+    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_D // 2, 2]))
+    column = 2 * tl.arange(0, BLOCK_D // 2)
+    turned = (column >= D - R) & (column < D)
+    at = t * R + column - (D - R)
+    c = tl.load(cos + at, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + at + 1, mask=turned, other=0.0)[None, :]  # the odd one has the plain sign
+    return tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), [ROWS, BLOCK_D])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, d] of a softmax."""
+    keys = keys.to(OPERAND)
+    logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    logits = tl.where(live[None, :], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    shares = tl.exp(logits - new_top[:, None])
+    shrink = tl.exp(top - new_top)
+    total = total * shrink + tl.sum(shares, 1)
+    mixed = mixed * shrink[:, None]
+    mixed = tl.dot(shares.to(OPERAND), keys, mixed, input_precision=PRECISION)
+    return new_top, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    queries,  # [n, H, d]
+    ring,  # [*, d]
+    chunk,  # [*, d]
+    sources,  # [n, W]
+    first,  # [n]
+    W,
+    entries,  # [*, d]
+    slots,  # [n or B, E]
+    rows,  # [n]
+    counts,  # [n]
+    E,
+    sink,  # [H]
+    cos,  # [n, 1, r]
+    sin,  # [n, 1, r]
+    output,  # [n, H, d]
+    H,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, BLOCK_D)
+    own = (t * H + h)[:, None] * D + c[None, :]
+    real = (h < H)[:, None] & (c < D)[None, :]
+    q = tl.load(queries + own, mask=real, other=0.0).to(OPERAND)
+    # The sink is a key of no value: it starts the maximum, and the denominator with e^0.
+    top = tl.load(sink + h, mask=h < H, other=0.0)
+    total = tl.full([BLOCK_H], 1.0, tl.float32)
+    mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+
+    hidden = tl.load(first + t).to(tl.int32)
+    for start in range(hidden // BLOCK_K * BLOCK_K, W, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        live = (k >= hidden) & (k < W)
+        source = tl.load(sources + t * W + k, mask=live, other=0)
+        row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
+        keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
+        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+    if HAS_ENTRIES:
+        count = tl.load(counts + t).to(tl.int32)
+        own_slots = slots + (tl.load(rows + t) if HAS_ROWS else t) * E
+        for start in range(0, count, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            live = k < count
+            row = entries + tl.load(own_slots + k, mask=live, other=0) * D
+            keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
+            top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+
+    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
+    tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_and_rotate(  # type: ignore[no-untyped-def]
+    query,  # [T, H, d]
+    latent,  # [T, d], rows latent_stride apart
+    latent_stride,
+    norms,  # [H + 1, d]
+    cos,  # [T, 1, r]
+    sin,  # [T, 1, r]
+    queries,  # [T, H, d]
+    keys,  # [T, d]
+    eps,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, BLOCK_D)
+    real = (h <= H)[:, None] & (c < D)[None, :]
+    is_query = h < H
+    source = tl.where(is_query, query + (t * H + h) * D, latent + t * latent_stride)
+    target = tl.where(is_query, queries + (t * H + h) * D, keys + t * D)
+    x = tl.load(source[:, None] + c[None, :], mask=real, other=0.0).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    weight = tl.load(norms + h[:, None] * D + c[None, :], mask=real, other=0.0)
+    x = rotate_pairs(x * inverse_rms[:, None] * weight, cos, sin, t, D, R, BLOCK_H, BLOCK_D)
+    tl.store(target[:, None] + c[None, :], x.to(queries.dtype.element_ty), mask=real)

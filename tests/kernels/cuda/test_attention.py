@@ -1,0 +1,190 @@
+"""The Triton attention against the torch form, in both dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsparkd.errors import InvariantError
+from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
+from dsparkd.kernels.cuda.attention import TritonAttention, norm_and_rotate
+from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.rotary import Rotation
+
+DTYPES = [torch.float32, torch.bfloat16]
+W, E, RING, POOL = 48, 192, 60, 300  # window, entry columns, rows of ring and pages
+COUNTS = [0, 1, 64, 65, 130, 192, 0]
+FIRST = [47, 5, 0, 33, 0, 0, 48]  # the last token sees nothing: padding
+N = len(COUNTS)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rotation_of(tokens: int, rotary: int) -> Rotation:
+    angles = noise(tokens, 1, rotary // 2, seed=7).repeat_interleave(2, 2)
+    return Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0] * (rotary // 2)))
+
+
+class Case:
+    """Random queries and keys of a few tokens; everything on the cpu until it is run."""
+
+    def __init__(self, heads: int, width: int, dtype: torch.dtype) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.queries = (noise(N, heads, width) * width**-0.5).to(dtype)
+        self.sink = noise(heads, seed=3)
+        self.ring, self.chunk = noise(RING, width, seed=4).to(dtype), noise(N, width, seed=5).to(dtype)
+        self.sources = torch.randint(-N, RING, (N, W), generator=draw)
+        self.entries = noise(POOL, width, seed=6).to(dtype)
+        self.counts, self.first = torch.tensor(COUNTS), torch.tensor(FIRST)
+        self.slots = torch.randint(1, POOL, (N, E), generator=draw)
+        self.slots[torch.arange(E) >= self.counts[:, None]] = 0
+        self.inverse = rotation_of(N, 8)
+
+    def run(
+        self, form: TorchAttention | TritonAttention, device: torch.device, part: slice = slice(0, N), width: int = E
+    ) -> Tensor:
+        def moved(x: Tensor) -> Tensor:
+            return x.contiguous().to(device)
+
+        window = WindowKeys(
+            moved(self.ring), moved(self.chunk), moved(self.sources[part]), moved(self.first[part]), False
+        )
+        entries = None
+        if width:
+            entries = EntryKeys(moved(self.entries), moved(self.slots[part, :width]), moved(self.counts[part]))
+        inverse = Rotation(moved(self.inverse.cos[part]), moved(self.inverse.sin[part]))
+        queries = moved(self.queries[part])
+        output = torch.full_like(queries, torch.nan)
+        form.attend(queries, window, entries, moved(self.sink), inverse, output)
+        return output.cpu()
+
+
+def close(got: Tensor, expected: Tensor) -> bool:
+    """Within float32's rounding, or within two roundings of bfloat16: the shares' and the result's."""
+    bound = 2e-5 if got.dtype == torch.float32 else 2.0**-7
+    return bool(((got.double() - expected.double()).abs() <= bound * (1 + expected.double().abs())).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "width"), [(8, 64), (5, 72), (70, 32)])
+@pytest.mark.parametrize("columns", [E, 0])
+def test_it_is_the_torch_form(device: torch.device, dtype: torch.dtype, heads: int, width: int, columns: int) -> None:
+    """Window from ring and chunk, entries, sink, inverse rotation; widths that fill no tile; more than one head block.
+
+    The torch form is held against double precision by its own test.
+    """
+    case = Case(heads, width, dtype)
+    got = case.run(TritonAttention(), device, width=columns)
+    seen = slice(0, N - 1)  # the torch form knows no token that sees nothing
+    expected = case.run(TorchAttention(), torch.device("cpu"), seen, width=columns)
+    assert close(got[seen], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_that_sees_nothing_gets_zeros(device: torch.device, dtype: torch.dtype) -> None:
+    """Padding of a captured step: the sink alone is left in the denominator."""
+    assert not Case(8, 64, dtype).run(TritonAttention(), device)[-1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_bits_do_not_depend_on_its_neighbours(device: torch.device, dtype: torch.dtype) -> None:
+    """Neither on their number nor on how many entries they see."""
+    case = Case(8, 64, dtype)
+    whole = case.run(TritonAttention(), device)
+    for t, count in enumerate(COUNTS):
+        alone = case.run(TritonAttention(), device, slice(t, t + 1), width=-(-count // 64) * 64)
+        assert torch.equal(alone, whole[t : t + 1]), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_keys_are_not_read(device: torch.device, dtype: torch.dtype) -> None:
+    """0 * NaN is NaN: what no token sees may hold anything."""
+    case = Case(8, 64, dtype)
+    expected = case.run(TritonAttention(), device)
+    shown = torch.arange(W) >= case.first[:, None]
+    ring, chunk = torch.ones(RING, dtype=torch.bool), torch.ones(N, dtype=torch.bool)
+    ring[case.sources[shown & (case.sources >= 0)]] = False
+    chunk[-1 - case.sources[shown & (case.sources < 0)]] = False
+    pages = torch.ones(POOL, dtype=torch.bool)
+    pages[case.slots[torch.arange(E) < case.counts[:, None]]] = False
+    assert ring.any()
+    assert pages.any()
+    case.ring[ring], case.chunk[chunk], case.entries[pages] = torch.nan, torch.nan, torch.nan
+    assert torch.equal(case.run(TritonAttention(), device), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_huge_logit_does_not_overflow(device: torch.device, dtype: torch.dtype) -> None:
+    """The maximum is taken over window, entries and sink, on either side."""
+    case = Case(8, 64, dtype)
+    case.queries *= 1e3
+    assert case.run(TritonAttention(), device).isfinite().all()
+    case.queries /= 1e3
+    case.sink[::2] += 1e3
+    case.sink[1::2] -= 1e3
+    assert case.run(TritonAttention(), device).isfinite().all()
+
+
+def test_all_that_a_token_sees_is_read_by_row(device: torch.device) -> None:
+    """Tokens of one row share its slots: no copy for each, and the same keys as with one."""
+    case = Case(8, 64, torch.float32)
+    case.counts[-2] = 100
+    rows = torch.tensor([0, 0, 1, 1, 0, 1, 1])
+    visible = Visible(torch.randint(1, POOL, (2, E)), rows, case.counts, E)
+    case.slots = visible.expand()[0]
+    expected = case.run(TritonAttention(), device)
+
+    moved = Visible(visible.slots.to(device), rows.to(device), case.counts.to(device), E)
+    entries = TritonAttention().see(case.entries.to(device), moved)
+    assert entries.slots.data_ptr() == moved.slots.data_ptr()
+    window = WindowKeys(*(x.to(device) for x in (case.ring, case.chunk, case.sources, case.first)), False)
+    output = torch.full_like(case.queries, torch.nan, device=device)
+    inverse = Rotation(case.inverse.cos.to(device), case.inverse.sin.to(device))
+    TritonAttention().attend(case.queries.to(device), window, entries, case.sink.to(device), inverse, output)
+    assert torch.equal(output.cpu(), expected)
+
+
+def heads_case(heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Rotation]:
+    """Queries, a latent slice of a wider product, norms and a rotation."""
+    query, wide = noise(N, heads * width, seed=8).to(dtype), noise(N, width + 8, seed=9).to(dtype)
+    return query, wide[:, 8:], 1 + 0.2 * noise(heads + 1, width, seed=10), rotation_of(N, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "width"), [(8, 64), (3, 50), (7, 64)])
+def test_heads_are_normed_weighed_and_rotated(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> None:
+    """T-36: the queries lie where the input lay, and have the bits that another place would get; odd counts too."""
+    query, latent, norms, rotation = heads_case(heads, width, dtype)
+    expected = TorchAttention().heads(query, latent, norms, rotation, 1e-6)
+    there = [x.to(device) for x in (query, norms, rotation.cos, rotation.sin)]
+    on_device, turn = there[0], Rotation(there[2], there[3])
+    apart = torch.full((N, heads, width), torch.nan, dtype=dtype, device=device)
+    keys_apart = torch.full((N, width), torch.nan, dtype=dtype, device=device)
+    wide = torch.cat((latent.new_zeros(N, 8), latent), 1).to(device)
+    norm_and_rotate(on_device, wide[:, 8:], there[1], turn, 1e-6, apart, keys_apart)
+
+    queries, keys = TritonAttention().heads(on_device, wide[:, 8:], there[1], turn, 1e-6)
+
+    assert queries.data_ptr() == on_device.data_ptr()
+    assert torch.equal(queries, apart)
+    assert torch.equal(keys, keys_apart)
+    assert close(queries.cpu(), expected[0])
+    assert close(keys.cpu(), expected[1])
+
+
+def test_a_partial_overlap_of_input_and_output_is_refused(device: torch.device) -> None:
+    """T-36: a shifted view would be overwritten before it is read."""
+    storage = noise(2 * N * 8 * 64).to(device)
+    size = N * 8 * 64
+    query = storage[:size].view(N, 8 * 64)
+    _, latent, norms, rotation = heads_case(8, 64, torch.float32)
+    turn = Rotation(rotation.cos.to(device), rotation.sin.to(device))
+    for shift in (1, 64, size - 1):
+        queries = storage[shift : shift + size].view(N, 8, 64)
+        with pytest.raises(InvariantError, match="overlap"):
+            norm_and_rotate(query, latent.to(device), norms.to(device), turn, 1e-6, queries, query.new_empty((N, 64)))
+    behind = storage[size:].view(N, 8, 64)
+    norm_and_rotate(query, latent.to(device), norms.to(device), turn, 1e-6, behind, query.new_empty((N, 64)))
