@@ -50,6 +50,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     checkpoint: str
     device: Literal["cuda", "cpu"] = "cuda"
+    shared_device: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     dp: int = 2
     attention_tp: int = 1
@@ -411,9 +412,20 @@ def resolve(config: Config, hardware: Hardware) -> Config:
         raise ConfigError(
             "scheduler.chunk_tokens", chunk_tokens, f"use a multiple of kv.page_tokens ({config.kv.page_tokens})"
         )
-    if config.engine.device == "cuda" and hardware.num_cuda_devices < config.engine.dp:
-        remedy = f'needs {config.engine.dp} CUDA devices, found {hardware.num_cuda_devices}; use such a host, or "cpu"'
-        raise ConfigError("engine.device", "cuda", remedy)
+    needed = 1 if config.engine.shared_device else config.engine.dp
+    if config.engine.device == "cuda" and hardware.num_cuda_devices < needed:
+        remedy = 'use such a host, or engine.shared_device on one GPU, or "cpu"' if needed > 1 else 'use "cpu"'
+        raise ConfigError(
+            "engine.device", "cuda", f"needs {needed} CUDA devices, found {hardware.num_cuda_devices}; {remedy}"
+        )
+    if config.engine.shared_device and config.engine.device != "cuda":
+        raise ConfigError("engine.shared_device", True, 'says where two ranks share a GPU; use engine.device = "cuda"')
+    if config.engine.shared_device and config.kv.device_bytes is None:
+        raise ConfigError(
+            "kv.device_fraction",
+            config.kv.device_fraction,
+            "of a device that two ranks share would be counted twice; set kv.device_bytes",
+        )
     if config.engine.device == "cpu" and config.kv.device_bytes is None:
         raise ConfigError("kv.device_fraction", config.kv.device_fraction, "on the cpu device set kv.device_bytes")
     if config.exchange.kind == "native" and not config.metrics.enabled:

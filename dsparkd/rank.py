@@ -174,6 +174,7 @@ class Rank:
             rank_device(config, dp_rank),
             startup_timeout_s=timeouts.startup_timeout_s,
             timeout_s=timeouts.timeout_s,
+            shares_device=config.engine.shared_device,
         )
         self._progress("groups", 1, 1)
         self._executor = executor = Executor.build(config, dp_rank, groups.expert_exchange(), self._progress, masker)

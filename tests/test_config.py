@@ -26,6 +26,7 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "server.api_keys_file": (["", "/etc/keys"], [1, False]),
     "engine.checkpoint": (["/c"], ["", 1]),
     "engine.device": (["cpu", "cuda"], ["", "CPU", "gpu", 1]),
+    "engine.shared_device": ([False], [1, "yes"]),  # true needs a GPU: see below
     "engine.dtype": (["bfloat16", "float32"], ["float16", "", 32]),
     "engine.dp": ([2], [0, 1, 3, 4, True, "2"]),
     "engine.attention_tp": ([1], [0, 2, True]),
@@ -244,6 +245,21 @@ def test_cuda_without_two_devices_is_a_start_failure(tmp_path: Path, devices: in
     """C-01: engine.device is checked against the machine before anything is forked."""
     with pytest.raises(ConfigError, match=rf"engine\.device.*found {devices}"):
         resolve(decode({"engine": {"device": "cuda"}}, tmp_path), Hardware(num_cuda_devices=devices))
+
+
+def test_ranks_that_share_a_device_need_one_and_a_budget_in_bytes(tmp_path: Path) -> None:
+    """A fraction of what is free would be taken twice, since both ranks look before either has taken its part."""
+    one_gpu = Hardware(num_cuda_devices=1)
+    shared: dict[str, object] = {"device": "cuda", "shared_device": True}
+
+    resolve(decode({"engine": shared}, tmp_path), one_gpu)
+
+    with pytest.raises(ConfigError, match=r"engine\.device.*needs 1 CUDA devices, found 0"):
+        resolve(decode({"engine": shared}, tmp_path), NO_GPU)
+    with pytest.raises(ConfigError, match=r"kv\.device_fraction.*set kv\.device_bytes"):
+        resolve(decode({"engine": shared, "kv": {"device_bytes": None, "device_fraction": 0.5}}, tmp_path), one_gpu)
+    with pytest.raises(ConfigError, match=r"engine\.shared_device"):
+        resolve(decode({"engine": {"device": "cpu", "shared_device": True}}, tmp_path), NO_GPU)
 
 
 def test_exactly_one_cache_budget_is_set(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """torch.distributed between the two ranks: one swap of tensors, and what is made of it.
 
-Host data (plan words, barriers, experts on cpu) goes over gloo, experts on cuda over NCCL. Everything binds to
-loopback; the ranks find each other by a port that rank 0 tells rank 1 over a socketpair made before the fork.
+Host data (plan words, barriers, experts on cpu) goes over gloo, experts on cuda over NCCL, or over gloo through host
+memory where both ranks share one device, which NCCL refuses. Everything binds to loopback; the ranks find each other by
+a port that rank 0 tells rank 1 over a socketpair made before the fork.
 
 Letters: T tokens of this rank, R rows of both ranks, C packed width, D width.
 """
@@ -57,23 +58,34 @@ class Swap(Protocol):
 class RankGroups:
     """The process groups of one rank, owned by its tick thread. Every operation is collective."""
 
-    def __init__(self, dp_rank: int, store: Store, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, dp_rank: int, store: Store, device: torch.device, timeout_s: float, *, shares_device: bool = False
+    ) -> None:
         self._dp_rank = dp_rank
         # Kept alive: rank 0's store is the server that both groups were made through.
         self._store = store
         self._device = device
         self._timeout_s = timeout_s
         self._gloo = _open_gloo(dp_rank, store, timeout_s)
-        if device.type == "cuda":
+        self._has_nccl = device.type == "cuda" and not shares_device
+        if self._has_nccl:
             _open_nccl(dp_rank, store, device, timeout_s)
 
     @classmethod
     def open(
-        cls, dp_rank: int, peer: socket.socket, device: torch.device, *, startup_timeout_s: float, timeout_s: float
+        cls,
+        dp_rank: int,
+        peer: socket.socket,
+        device: torch.device,
+        *,
+        startup_timeout_s: float,
+        timeout_s: float,
+        shares_device: bool = False,
     ) -> RankGroups:
         """Meet the peer within startup_timeout_s; later operations fail after timeout_s. Raises PeerError."""
         try:
-            return cls(dp_rank, _open_store(dp_rank, peer, startup_timeout_s), device, timeout_s)
+            store = _open_store(dp_rank, peer, startup_timeout_s)
+            return cls(dp_rank, store, device, timeout_s, shares_device=shares_device)
         except (OSError, RuntimeError) as error:
             raise PeerError(f"the ranks did not meet within {startup_timeout_s:g} s: {_first_line(error)}") from error
 
@@ -106,6 +118,12 @@ class RankGroups:
         except RuntimeError as error:
             raise PeerError(f"{failure}: {_first_line(error)}") from error
 
+    def swap_staged(self, sent: Tensor, received: Tensor) -> None:
+        """Swap tensors in device memory through host memory; waits for the current stream."""
+        arrived = torch.empty(received.shape, dtype=received.dtype)
+        self.swap_host(sent.cpu(), arrived)
+        received.copy_(arrived)
+
     def swap_device(self, sent: Tensor, received: Tensor) -> None:
         """Swap tensors in device memory over NCCL; ordered on the current stream."""
         try:
@@ -119,11 +137,13 @@ class RankGroups:
 
     def expert_exchange(self) -> SwapExpertExchange:
         """The transport of expert rows on this rank's device."""
-        return SwapExpertExchange(self._dp_rank, self.swap_host if self._device.type == "cpu" else self.swap_device)
+        if self._has_nccl:
+            return SwapExpertExchange(self._dp_rank, self.swap_device)
+        return SwapExpertExchange(self._dp_rank, self.swap_host if self._device.type == "cpu" else self.swap_staged)
 
     def close(self) -> None:
         """Destroy the groups, NCCL's first. Both ranks must have passed a barrier and use no group after it."""
-        if self._device.type == "cuda":
+        if self._has_nccl:
             dist.destroy_process_group()
         del self._gloo, self._store
 

@@ -183,10 +183,10 @@ class Executor:
 
 
 def rank_device(config: Config, dp_rank: int) -> torch.device:
-    """The device of one rank: cuda:{dp_rank}, made current, or cpu."""
+    """The device of one rank: its own GPU or the shared one, made current, or cpu."""
     if config.engine.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", dp_rank)
+    device = torch.device("cuda", 0 if config.engine.shared_device else dp_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -92,6 +92,23 @@ def test_rows_travel_as_bit_patterns(pair: Pair) -> None:
         assert torch.equal(gathered, torch.cat(words))
 
 
+@pytest.mark.gpu
+def test_ranks_on_one_device_swap_its_memory(pair: Pair) -> None:
+    """engine.shared_device: NCCL refuses two ranks on one GPU, so rows go through host memory, bits unchanged."""
+    device = torch.device("cuda", 0)
+    sent = [torch.randn((size, 24), device=device) for size in (16, 0)]
+
+    def step(rank: int) -> torch.Tensor:
+        received = torch.full_like(sent[1 - rank], torch.nan)
+        pair.groups[rank].swap_staged(sent[rank], received)
+        return received
+
+    received = pair.both(step)
+
+    assert torch.equal(received[0], sent[1])
+    assert torch.equal(received[1], sent[0])
+
+
 def test_a_barrier_that_the_peer_does_not_reach_names_it(pair: Pair) -> None:
     """L-37: past the deadline the rank knows who is missing instead of hanging."""
     with pytest.raises(PeerError, match="rank 1 did not reach the barrier"):
