@@ -80,6 +80,7 @@ class Child:
     """One running child. Owned by the parent's loop; deadline_ns is CLOCK_MONOTONIC.
 
     stage: it tries the grammar, then writes the body of a sound one; "over" when nothing more comes but its end.
+    has_hung_up: it has closed its end of `answers`.
     """
 
     request: ProbeRequest
@@ -89,6 +90,7 @@ class Child:
     answers: socket.socket
     deadline_ns: int
     stage: Literal["trying", "writing", "over"] = "trying"
+    has_hung_up: bool = False
 
 
 class ProbeParent:
@@ -138,7 +140,10 @@ class ProbeParent:
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.wants_write else 0))
         for child in self._children.values():
             poll.register(child.pidfd, select.POLLIN)
-            poll.register(child.answers, select.POLLIN)
+            # A child hangs up before it has ended. To be told so again and again until then would take the processor
+            # that it needs to end, and that the ranks want.
+            if not child.has_hung_up:
+                poll.register(child.answers, select.POLLIN)
         poll.poll(self._patience_ms())
         self._receive()
         for child in list(self._children.values()):
@@ -203,6 +208,9 @@ class ProbeParent:
 
     def _pass_answers(self, child: Child) -> None:
         while (raw := _receive_one(child.answers)) is not None:
+            if not raw:
+                child.has_hung_up = True
+                return
             answer = decode_from_probe(raw)
             if isinstance(answer, ProbeBody):
                 child.stage = "over"
@@ -233,12 +241,11 @@ class ProbeParent:
 
 
 def _receive_one(answers: socket.socket) -> bytes | None:
-    """The next datagram; None when there is none now, or none ever again."""
+    """The next datagram; None when there is none now, empty when there is none ever again."""
     try:
-        raw = answers.recv(_MAX_ANSWER_BYTES, socket.MSG_DONTWAIT)
-    except OSError:
+        return answers.recv(_MAX_ANSWER_BYTES, socket.MSG_DONTWAIT)
+    except BlockingIOError:
         return None
-    return raw or None
 
 
 def verdict_of_end(number: int, code: int, config: GrammarConfig) -> ProbeVerdict:
@@ -305,7 +312,6 @@ class ProbeChild:
         for number in _CRASHES:
             # A handler that some library has set would spend the child's processor time on stacks, or end it otherwise.
             signal.signal(number, signal.SIG_DFL)
-        system.schedule_when_idle()
         self._limit_memory()
         _limit_cpu(self._config.probe_cpu_s, self._config.probe_cpu_s)
         verdict, compiled = self.try_grammar(request)
@@ -440,6 +446,8 @@ def serve(
         raise InvariantError("grammar.workers is filled by resolve()")
     gc.collect()
     gc.freeze()
+    # Children inherit it. This process needs it as much as they do: a fork of it takes up to 40 ms of a processor.
+    system.schedule_when_idle()
 
     def spawn(request: ProbeRequest, sockets: tuple[socket.socket, ...]) -> tuple[int, socket.socket]:
         return spawn_child(request, sockets, child.run)

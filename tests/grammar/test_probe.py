@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -339,24 +340,61 @@ def test_children_hold_nothing_of_the_ranks_and_die_with_the_parent(compiler: Co
     assert verdict_of_end(1, -signal.SIGTERM, config).state == "busy"
 
 
-def test_probes_run_only_when_nothing_else_does(compiler: Compiler) -> None:
-    """decisions 14: a schema never takes a processor that the ranks want."""
-    config = GrammarConfig(workers=1)
-    policies: list[bytes] = []
+def test_probes_and_their_parent_run_only_when_nothing_else_does() -> None:
+    """decisions 14: a schema never takes a processor that the ranks want; to fork a child alone takes milliseconds."""
+    ours, theirs = socket.socketpair()
+    other, other_theirs = socket.socketpair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons, of threads in a process that forks
+        pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            other.close()
+            probe.serve(GrammarConfig(workers=1, probe_cpu_s=30), VOCABULARIES, None, (theirs, other_theirs))
+        finally:
+            os._exit(0)
+    theirs.close()
+    other_theirs.close()
+    channel: Channel[FromProbe] = Channel(ours, decode_from_probe, send_timeout_s=5, max_pending_bytes=1 << 20)
+    select.select([ours], [], [], 100)
+    assert isinstance(channel.receive_nowait(1)[0], ProbeReady)
 
-    class Watching(Scripted):
-        def compile(self, grammar: Grammar) -> probe.CompiledForm:
-            raise GrammarError(str(os.sched_getscheduler(0)), code="invalid_grammar")
+    grammar = Grammar(kind="json_schema", text=COUNTED)
+    channel.send_nowait(ProbeRequest(number=1, digest="d", grammar=grammar, bytes_per_s=0))
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while not (found := children.read_text(encoding="ascii").split()):
+        time.sleep(0.01)
 
-    child = ProbeChild(config, Watching(compiler), None)
-    request = ProbeRequest(number=1, digest="d", grammar=regex("a"), bytes_per_s=0)
-    pid, answers = spawn_child(request, (), child.run)
-    policies.append(answers.recv(1 << 16))
+    assert [os.sched_getscheduler(one) for one in (pid, int(found[0]))] == [os.SCHED_IDLE, os.SCHED_IDLE]
+    channel.close()
+    other.close()
     os.waitpid(pid, 0)
-    answers.close()
-    verdict = decode_from_probe(policies[0])
-    assert isinstance(verdict, ProbeVerdict)
-    assert verdict.message == str(int(os.SCHED_IDLE))
+
+
+def test_a_child_that_hung_up_and_lives_is_waited_for_without_turning() -> None:
+    """Hanging up is the last but one thing that a child does; a parent that turns would keep it from the last."""
+    pair, other = socket.socketpair(), socket.socketpair()
+
+    def spawn(request: ProbeRequest, sockets: tuple[socket.socket, ...]) -> tuple[int, socket.socket]:
+        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.close()
+        return os.posix_spawn("/bin/sleep", ["sleep", "100"], {}), answers
+
+    parent = ProbeParent(GrammarConfig(workers=1, probe_wall_s=0.3), (pair[1], other[1]), spawn, 1)
+    channel: Channel[FromProbe] = Channel(pair[0], decode_from_probe, send_timeout_s=5, max_pending_bytes=1 << 20)
+    channel.send_nowait(ProbeRequest(number=1, digest="d", grammar=regex("a"), bytes_per_s=0))
+    steps = 0
+    answers: list[FromProbe] = []
+    while not answers:
+        parent.step()
+        steps += 1
+        answers += channel.receive_nowait()
+
+    assert answers == [ProbeVerdict(number=1, state="busy")]
+    assert steps <= 5, "the request, the child's hanging up, its deadline"
+    for sock in (*pair, *other):
+        sock.close()
 
 
 def test_loading_is_measured(compiler: Compiler) -> None:
