@@ -341,9 +341,13 @@ MASK_ROWS = _family(
 MASK_SECONDS = _family(
     "mask_seconds",
     "histogram",
-    "Time of a step's masks; traverse is the walk of all grammars.",
+    "Time of a step's masks: the walk of all grammars; the part of it, and of the drafted ids' copy, that the tick "
+    "thread waited for; that copy alone; what the device waited for the masks. The last two on cuda.",
     buckets=_WAKE_BUCKETS,
-    phase=("traverse",),
+    phase=("traverse", "finish", "ids_wait", "gpu_gap"),
+)
+MASK_SAMPLES_DROPPED = _family(
+    "mask_samples_dropped_total", "counter", "Times of masks that were lost: too many were open, or they were no times."
 )
 
 DRAFT_TOKENS = _family(
@@ -431,6 +435,7 @@ FAMILIES: tuple[Family, ...] = (
     MASK_STEPS,
     MASK_ROWS,
     MASK_SECONDS,
+    MASK_SAMPLES_DROPPED,
     DRAFT_TOKENS,
     ACCEPTED_PER_STEP,
     VERIFY_STEPS,

@@ -246,7 +246,6 @@ class Rank:
             grammar.traversal_timeout_s,
             grammar.compile_timeout_s,
             think_end_id=tokenizer.marker_id(THINK_END),
-            pin=config.engine.device == "cuda",
         )
         channel = Channel(
             probe,

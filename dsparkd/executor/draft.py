@@ -19,6 +19,7 @@ from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import PlanRow
 from dsparkd.executor.sampler import GREEDY_TEMPERATURE
 from dsparkd.executor.staging import pad_rows
+from dsparkd.executor.upload import upload, upload_ids
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
 from dsparkd.model.dspark import Drafter, DraftInputs, Drafts, DraftSampling
@@ -28,13 +29,14 @@ from dsparkd.model.moe import ExpertExchange
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A step's drafts on the host. ids [B][G]; survival [B][G]: chances that a draft and all before it are accepted.
+    """A step's drafts, on the device. windows [B, 1 + G] int64: each anchor and its drafts, contiguous.
 
-    drafts: the same on the device, with the logits that they were chosen by.
+    survival [B, G] float32: chances that a draft and all before it are accepted. drafts: with the logits that they were
+    chosen by.
     """
 
-    ids: tuple[tuple[int, ...], ...]
-    survival: tuple[tuple[float, ...], ...]
+    windows: Tensor
+    survival: Tensor
     drafts: Drafts
 
 
@@ -58,17 +60,14 @@ class DraftDesk:
     def propose(self, rows: Sequence[PlanRow], num_blocks: tuple[int, int]) -> Blocks:
         """Draft behind each row's last token. num_blocks: both ranks' rows; a rank without any takes part.
 
-        Coupled draws have the noise of their positions, as plain decoding's do, so the two mostly agree.
+        Coupled draws have the noise of their positions, as plain decoding's do, so the two mostly agree. No host sync.
         """
         counts = [self._drafter.num_padded_rows(count) for count in num_blocks]
         self._exchange.begin_step((counts[0], counts[1]))
-        drafts = self._drafter.draft(self._inputs(rows), self._exchange, self._sampling(rows))
-        survival = self._drafter.survival(drafts.confidence)
-        return Blocks(
-            tuple(map(tuple, drafts.ids.tolist())),
-            tuple(map(tuple, survival.tolist())),
-            drafts,
-        )
+        inputs = self._inputs(rows)
+        drafts = self._drafter.draft(inputs, self._exchange, self._sampling(rows))
+        windows = torch.cat((inputs.anchor_ids[:, None], drafts.ids), 1)
+        return Blocks(windows, self._drafter.survival(drafts.confidence), drafts)
 
     def keep(self, taps: Tensor, inputs: ForwardInputs) -> None:
         """Store the context keys of a step's tokens; taps [T, layers * D] are the target's.
@@ -92,12 +91,12 @@ class DraftDesk:
         hidden = np.maximum(window - positions, 0)
         return DraftInputs(
             anchor_ids=self._ids([row.input_ids[-1] for row in rows]),
-            positions=torch.from_numpy(positions).to(self._drafter.device),
+            positions=upload(positions, self._drafter.device),
             rings=self._pool.draft_keys,
-            sources=torch.from_numpy(np.where(wanted < 0, 0, slots[:, None] * ring + wanted % ring)).to(
-                self._drafter.device
+            sources=upload(
+                np.where(wanted < 0, 0, slots[:, None] * ring + wanted % ring).astype(np.int64), self._drafter.device
             ),
-            first=torch.from_numpy(hidden).to(self._drafter.device),
+            first=upload(hidden, self._drafter.device),
             all_visible=not hidden.any(),
         )
 
@@ -107,14 +106,14 @@ class DraftDesk:
         if not any(temperatures):
             return None
         return DraftSampling(
-            temperatures=torch.tensor(temperatures, dtype=torch.float32, device=self._drafter.device),
+            temperatures=upload(np.array(temperatures, np.float32), self._drafter.device),
             seeds=self._ids([each.seed for each in params]),
             choices=self._ids([each.choice for each in params]),
             is_coupled=self.is_coupled,
         )
 
     def _ids(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._drafter.device)
+        return upload_ids(values, self._drafter.device)
 
 
 def _params(row: PlanRow) -> SamplingParams:

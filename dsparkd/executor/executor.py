@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dsparkd.config import Config, KVConfig
 from dsparkd.errors import CheckpointError, InvariantError
@@ -15,7 +16,8 @@ from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, RowFailure, StepOutput
 from dsparkd.executor.sampler import Sampler
-from dsparkd.executor.staging import Stager, pad_rows
+from dsparkd.executor.staging import Drafted, Stager, pad_rows
+from dsparkd.grammar.pipeline import Pipeline
 from dsparkd.kernels.linear import require_row_invariance
 from dsparkd.kv.geometry import size_pool
 from dsparkd.kv.pool import KVPool
@@ -65,6 +67,7 @@ class Executor:
         self._exchange = exchange
         self._masker = masker
         self._draft_desk = draft_desk
+        self._pipeline = _open_pipeline(pool, masker, model.device)
         self._is_coupled = is_coupled
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
         self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
@@ -123,41 +126,66 @@ class Executor:
         """
         if counts[self._dp_rank] != plan.num_tokens:
             raise InvariantError(f"a plan of {plan.num_tokens} tokens in a step agreed on as {counts}")
+        verify.require_sound(plan, has_masks=self._masker is not None)
         for begin in plan.slot_starts:
             if begin.snapshot is None:
                 self._pool.reset_slot(begin.slot)
             else:
                 self._pool.load_snapshot(begin.slot, begin.snapshot, begin.position)
         blocks = self._draft(plan, counts)
-        drafts = verify.cut(plan, blocks, self._dp_rank)
-        step = verify.with_drafts(plan, drafts)
+        lengths = self._cut(plan, blocks)
+        step = verify.with_drafts(plan, lengths)
         if plan.speculation is not None:
             counts = plan.speculation.num_tokens
         if step.num_tokens > counts[self._dp_rank]:
             raise InvariantError(f"{step.num_tokens} tokens to verify in a step agreed on as {counts}")
+        masker = self._masker
+        grammars = masker.begin(step.rows, lengths) if masker is not None else None
+        drafted = _drafted(plan, blocks, lengths)
+        slot = self._pipeline.begin(drafted.windows if drafted is not None else None, grammars)
+        logits = self._forward(step, counts, drafted)
+        self._pipeline.launched(slot)
+        # The device computes meanwhile; a step without a grammar walks and masks nothing (D-14).
+        self._pipeline.finish(slot)
+        masks = grammars.masks(slot) if grammars is not None else None
+        drafts = verify.drafted(slot.host_ids, lengths)
+        asked = verify.ask(step, drafts, masks, masker.think_end_id if masker is not None else None)
+        pick = None
+        if blocks is not None and not self._is_coupled:
+            pick = rejection.picker(blocks, drafts, asked)
+        words = slot.words if masks is not None and masks.rows else None
+        drawn = self._sampler.draw(logits, asked.samples, asked.prompts, words, pick)
+        chances = [blocks.survival.double().view(-1)] if blocks is not None else []
+        self._pipeline.emit(slot, torch.cat([drawn.values, *chances]))
+        # The one wait for the step's end; nothing is left to do for it.
+        host = self._pipeline.consume(slot)
+        choices = drawn.read(host[: drawn.values.numel()])
+        survival = _rows_of(host[drawn.values.numel() :], len(plan.rows))
+        rows = verify.collect(step, drafts, asked, choices, masks, survival)
+        timings, num_dropped = self._pipeline.timings.take()
+        return StepOutput(rows, len(masks.rows) if masks is not None else 0, timings, num_dropped)
+
+    def _forward(self, step: Plan, counts: tuple[int, int], drafted: Drafted | None) -> Tensor:
+        """Launch the target over a plan with its drafts: logits [R, V] float32. No host sync."""
         padded = (pad_rows(counts[0]), pad_rows(counts[1]))
         self._exchange.begin_step(padded)
         desk = self._draft_desk
-        inputs = self._stager.stage(step, padded[self._dp_rank])
+        inputs = self._stager.stage(step, padded[self._dp_rank], drafted)
         outputs = self._model.forward(inputs, self._pool, self._exchange, desk.taps if desk is not None else ())
         if desk is not None and outputs.taps is not None:
             desk.keep(outputs.taps, inputs)
         # After the forward pass and before the next: the rings hold what the plan names.
-        for save in plan.snapshot_saves:
+        for save in step.snapshot_saves:
             self._pool.save_snapshot(save.slot, save.snapshot, save.position)
-        # The device computes meanwhile; a step without a grammar touches none of this (D-14).
-        masker = self._masker
-        masks = masker.fill(step.rows, drafts) if masker is not None else None
-        asked = verify.ask(step, drafts, masks, masker.think_end_id if masker is not None else None)
-        words = masks.words if masks is not None else None
-        pick = None
-        if blocks is not None and not self._is_coupled:
-            pick = rejection.picker(blocks, drafts, asked)
-        choices = self._sampler.choose(outputs.logits, asked.samples, asked.prompts, words, pick)
-        rows = verify.collect(step, drafts, asked, choices, masks, blocks)
-        if masks is None:
-            return StepOutput(rows)
-        return StepOutput(rows, len(masks.rows), masks.walk_ns)
+        return outputs.logits
+
+    def _cut(self, plan: Plan, blocks: Blocks | None) -> tuple[int, ...]:
+        """How many drafts of each row are verified."""
+        survival = None
+        if blocks is not None and plan.speculation is not None and plan.speculation.is_compact:
+            # The layout is made on the host, so the target waits here for the chances that it depends on.
+            survival = self._pipeline.fetch(blocks.survival)
+        return verify.cut(plan, survival, self._dp_rank)
 
     def _draft(self, plan: Plan, counts: tuple[int, int]) -> Blocks | None:
         """Draft a block for each row of a step that speculates."""
@@ -175,11 +203,35 @@ class Executor:
 
     def close(self) -> None:
         """Let go of weights and pools, so that their memory is free before the process groups end."""
+        self._pipeline.close()
         if self._masker is not None:
             self._masker.close()
         del self._model, self._pool, self._draft_desk
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _open_pipeline(pool: KVPool, masker: Masker | None, device: torch.device) -> Pipeline:
+    """Memory for as many rows as have slots; their windows are a block at most, and what grammars hold of them."""
+    width = 1 + pool.geometry.gamma
+    if masker is None:
+        return Pipeline(pool.sizes.num_slots - 1, width, 0, 0, device)
+    return Pipeline(masker.num_rows, max(width, masker.width), masker.width, masker.vocab_size, device)
+
+
+def _drafted(plan: Plan, blocks: Blocks | None, lengths: Sequence[int]) -> Drafted | None:
+    """The drafts of a step that may be verified; None where there are none."""
+    if blocks is None or plan.speculation is None or not plan.rows:
+        return None
+    return Drafted(blocks.windows[:, : 1 + plan.speculation.max_drafts].contiguous(), lengths)
+
+
+def _rows_of(values: Sequence[float], num_rows: int) -> tuple[tuple[float, ...], ...]:
+    """Cut values into as many rows of one length; none where there are no values."""
+    if not values:
+        return ()
+    width = len(values) // num_rows
+    return tuple(tuple(values[at : at + width]) for at in range(0, len(values), width))
 
 
 def rank_device(config: Config, dp_rank: int) -> torch.device:

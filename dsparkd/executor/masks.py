@@ -1,6 +1,7 @@
 """Masks: which ids each row with a grammar may choose from, one walk a step over all of them.
 
-Memory is made once. A chain has `width` nodes, the anchor and what is drafted behind it; its mask rows lie together.
+A chain has `width` nodes, the anchor and what is drafted behind it; its mask rows lie together. Where the walk's memory
+lies, and when it runs, is the business of grammar/pipeline.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsparkd.errors import FatalError, InvariantError
@@ -20,10 +22,12 @@ from dsparkd.native.traversal import Traversal, Walk, WalkStatus
 
 if TYPE_CHECKING:
     from dsparkd.grammar.matcher import Matcher
+    from dsparkd.grammar.pipeline import Slot
 
 NO_DRAFT = -1  # no id: every grammar refuses it, so a chain ends before it
 # How often the time of a walk a request may take beyond it, in processor time, over its whole life.
 OVERTIME_FACTOR = 10
+_NO_IDS = np.empty(0, np.int64)
 MAX_STUCK = 32  # steps that were given up and still run: each holds a thread and its memory
 
 
@@ -42,17 +46,23 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Masks of one step. Letters: R constrained rows, W width, N words of 32 ids.
-
-    rows: by plan index. words [R * W, N] int32, on the host: bit id % 32 of word id // 32; row place * W + j holds what
-    may follow draft j of its row. failures: by plan index.
+    """What the grammars say of one step. rows: by plan index; their mask rows are place * width + j, j a row of the
+    window. failures: by plan index.
     """
 
     rows: dict[int, Held]
     width: int
-    words: Tensor
     failures: dict[int, RowFailure]
-    walk_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A row in the walk. index: of its plan row. first: the first logit row that its grammar holds."""
+
+    index: int
+    matcher: Matcher
+    first: int
+    num_drafts: int
 
 
 class Masker:
@@ -74,64 +84,40 @@ class Masker:
         hang_s: float,
         *,
         think_end_id: int | None = None,
-        pin: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._traversal = traversal
+        self.num_rows, self.width, self.vocab_size = num_rows, width, vocab_size
         self.think_end_id = think_end_id
-        self._width = width
+        self._traversal = traversal
         self._timeout_ns = int(timeout_s * 1e9)
         self._hang_s = hang_s
         self._clock = clock
-        num_words = -(-vocab_size // 32)
-        self._mask = torch.full((num_rows * width, num_words), -1, dtype=torch.int32, pin_memory=pin)
-        drafts = np.zeros((num_rows, width), np.int64)
-        # A step keeps at most a chain of ids of a row, and the next walk hears of them.
-        self._walk = Walk(drafts, self._mask.numpy(), vocab_size, max_commits=width)
+        # Tells commits alone: its mask and drafts are never touched, but a walk has them.
+        words = np.zeros((num_rows, -(-vocab_size // 32)), np.int32)
+        self._commits = Walk(np.zeros((num_rows, 1), np.int64), words, vocab_size, max_commits=width)
 
-    def fill(self, rows: Sequence[PlanRow], drafts: Sequence[tuple[int, ...]] = ()) -> Masks | None:
-        """Tell each grammar what its row kept and find what may follow that and each of the row's drafts, if any.
-
-        None where no row is held by a grammar. A reasoning row is held from the draft on that ends the reasoning.
-        Raises InvariantError for a walk that cannot be right, FatalError for a step that does not end.
-        """
-        drafts = drafts or ((),) * len(rows)
-        held = [
-            (index, row.matcher, first)
-            for index, (row, drafted) in enumerate(zip(rows, drafts, strict=True))
-            if row.matcher is not None and (first := grammar_start(row, drafted, self.think_end_id)) <= len(drafted)
-        ]
-        if not held:
+    def begin(self, rows: Sequence[PlanRow], lengths: Sequence[int]) -> StepGrammars | None:
+        """What the grammars of a step will do; lengths: drafts of each row. None where no row has a grammar."""
+        if not any(row.matcher is not None for row in rows):
             return None
-        for tree, (index, _, _) in enumerate(held):
-            self._walk.drafts[tree] = NO_DRAFT
-            self._walk.drafts[tree, 1 : 1 + len(drafts[index])] = drafts[index]
-        walk_ns = self._run([matcher for _, matcher, _ in held], [first for _, _, first in held], commits_only=False)
-        found, failures = {}, {}
-        for place, (index, matcher, first) in enumerate(held):
-            failure = self._failure(place)
-            # Before its first row the grammar holds nothing; what is wrong with it shows when that row is the anchor's,
-            # unless nothing may be asked of it any more.
-            if failure is not None and (first == 0 or matcher.is_stuck):
-                failures[index] = failure
-            usable = min(max(int(self._walk.usable_rows[place]), first), 1 + len(drafts[index]))
-            found[index] = Held(place, first, usable)
-        return Masks(found, self._width, self._mask[: len(held) * self._width], failures, walk_ns)
+        return StepGrammars(self, rows, lengths)
 
     def commit(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
         """Tell grammars the ids of rows that take part in no walk any more, and say which of them cannot be right.
 
-        Masks of the last `fill` stay as they are. Raises as `fill`.
+        Raises as `run`.
         """
-        self._run(matchers, [0] * len(matchers), commits_only=True)
+        walk = self._commits
+        self.lay(walk, matchers, [0] * len(matchers), commits_only=True)
+        self.run(walk)
+        self.charge(walk, matchers)
         sound = (WalkStatus.WALKED, WalkStatus.ENDED)
         return [
-            None if self._walk.status(request) in sound else self._failure(request) for request in range(len(matchers))
+            None if walk.status(request) in sound else self.failure(walk, request) for request in range(len(matchers))
         ]
 
-    def _run(self, matchers: Sequence[Matcher], roots: Sequence[int], *, commits_only: bool) -> int:
-        """Walk from these rows on, charge each request what it took, and return the nanoseconds of the whole."""
-        walk = self._walk
+    def lay(self, walk: Walk, matchers: Sequence[Matcher], roots: Sequence[int], *, commits_only: bool) -> None:
+        """Add each matcher with what its row kept, which it hears first thing and only now (D-09)."""
         walk.begin(len(matchers), commits_only=commits_only)
         firsts: dict[int, int] = {}
         for tree, (matcher, root) in enumerate(zip(matchers, roots, strict=True)):
@@ -144,25 +130,29 @@ class Masker:
                 grammar=firsts.setdefault(id(matcher.compiled), tree),
                 budget_ns=self._timeout_ns + left_ns,
             )
+
+    def run(self, walk: Walk) -> int:
+        """Walk, and return the nanoseconds that it took; on any thread, one walk at a time.
+
+        Raises InvariantError for a walk that cannot be right.
+        """
         begun_ns = self._clock()
         self._traversal.run(walk, begun_ns + self._timeout_ns)
-        walk_ns = self._clock() - begun_ns
+        return self._clock() - begun_ns
+
+    def charge(self, walk: Walk, matchers: Sequence[Matcher]) -> None:
+        """Charge each request what its walk took. Raises FatalError for what was given up and does not end: nothing
+        can stop it, and its memory may grow."""
         for request, matcher in enumerate(matchers):
             matcher.overtime_ns += max(int(walk.spent_ns[request]) - self._timeout_ns, 0)
             matcher.is_stuck = walk.status(request) is WalkStatus.STUCK
-        self._require_ends()
-        return walk_ns
-
-    def _require_ends(self) -> None:
-        """Raise FatalError when what was given up does not end: nothing can stop it, and its memory may grow."""
         num_stuck, longest_ns = self._traversal.stuck()
         if num_stuck > MAX_STUCK or longest_ns > self._hang_s * 1e9:
             longest = f"the longest has taken {longest_ns / 1e9:.1f} s"
             raise FatalError(f"{num_stuck} grammar steps that were given up do not end; {longest}")
 
-    def _failure(self, request: int) -> RowFailure | None:
+    def failure(self, walk: Walk, request: int) -> RowFailure | None:
         """Why a request has not even the row of its next id; all its rows are ones then."""
-        walk = self._walk
         match walk.status(request):
             case WalkStatus.WALKED | WalkStatus.LATE if walk.usable_rows[request] > 0:
                 return None
@@ -183,6 +173,64 @@ class Masker:
     def close(self) -> None:
         """End the traversal's threads."""
         self._traversal.close()
+
+
+class StepGrammars:
+    """The grammars of one step: what grammar/pipeline.py runs once the drafted ids are on the host, and what it found.
+
+    A reasoning row is held from the draft on that ends the reasoning, so not before its drafts are known.
+    """
+
+    def __init__(self, masker: Masker, rows: Sequence[PlanRow], lengths: Sequence[int]) -> None:
+        self._masker = masker
+        self._rows = rows
+        self._lengths = lengths
+        self._chains: list[_Chain] = []
+
+    def lay(self, walk: Walk, ids: NDArray[np.int64]) -> int:
+        """See grammar.pipeline.Work."""
+        masker = self._masker
+        for index, (row, length) in enumerate(zip(self._rows, self._lengths, strict=True)):
+            if row.matcher is None:
+                continue
+            drafts = ids[index, 1 : 1 + length] if length else _NO_IDS
+            first = grammar_start(row, drafts.tolist(), masker.think_end_id)
+            if first > length:
+                continue
+            tree = len(self._chains)
+            walk.drafts[tree] = NO_DRAFT
+            walk.drafts[tree, 1 : 1 + length] = drafts
+            self._chains.append(_Chain(index, row.matcher, first, length))
+        if not self._chains:
+            return 0
+        matchers, roots = self._matchers(), [chain.first for chain in self._chains]
+        masker.lay(walk, matchers, roots, commits_only=False)
+        return len(self._chains) * masker.width
+
+    def run(self, walk: Walk) -> int:
+        """See grammar.pipeline.Work."""
+        return self._masker.run(walk)
+
+    def masks(self, slot: Slot) -> Masks:
+        """What the walk of a finished step found; once. Raises as Masker.charge."""
+        walk = slot.walk
+        if walk is None:
+            raise InvariantError("masks of a step that has no walk")
+        if self._chains:
+            self._masker.charge(walk, self._matchers())
+        found, failures = {}, {}
+        for place, chain in enumerate(self._chains):
+            failure = self._masker.failure(walk, place)
+            # Before its first row the grammar holds nothing; what is wrong with it shows when that row is the anchor's,
+            # unless nothing may be asked of it any more.
+            if failure is not None and (chain.first == 0 or chain.matcher.is_stuck):
+                failures[chain.index] = failure
+            usable = min(max(int(walk.usable_rows[place]), chain.first), 1 + chain.num_drafts)
+            found[chain.index] = Held(place, chain.first, usable)
+        return Masks(found, self._masker.width, failures)
+
+    def _matchers(self) -> list[Matcher]:
+        return [chain.matcher for chain in self._chains]
 
 
 def grammar_start(row: PlanRow, drafts: Sequence[int], think_end_id: int | None) -> int:

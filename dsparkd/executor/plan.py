@@ -135,8 +135,10 @@ class RowOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Outputs aligned with Plan.rows. num_masked: rows that a grammar held. walk_ns: what finding their masks took."""
+    """Outputs aligned with Plan.rows. num_masked: rows that a grammar held. mask_times: seconds of the masks' parts, by
+    phase; on cuda some are an earlier step's. num_dropped_times: that could not be told."""
 
     rows: tuple[RowOutput, ...]
     num_masked: int = 0
-    walk_ns: int = 0
+    mask_times: tuple[tuple[str, float], ...] = ()
+    num_dropped_times: int = 0

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsparkd.executor.accept import Block, NoiseKeys, accept_rejection, one_hot, probabilities
 from dsparkd.executor.draft import Blocks
 from dsparkd.executor.sampler import GREEDY_TEMPERATURE, Pick, SampleRow
+from dsparkd.executor.upload import upload, upload_ids
 from dsparkd.executor.verify import Asked, Drafted
 
 
@@ -24,7 +26,7 @@ def picker(blocks: Blocks, drafts: Sequence[Drafted], asked: Asked) -> Pick:
     """
 
     def pick(probs: Tensor) -> Tensor:
-        """probs [S, V] -> ids [S]."""
+        """probs [S, V] -> ids [S]. No host sync."""
         windows = [index for index, readable in enumerate(asked.readable) if readable]
         if not windows:
             return torch.zeros(0, dtype=torch.int64, device=probs.device)
@@ -34,23 +36,19 @@ def picker(blocks: Blocks, drafts: Sequence[Drafted], asked: Asked) -> Pick:
         chosen = [drafts[index] for index in windows]
         most = max(map(len, chosen), default=0)
         device = probs.device
-        columns = torch.arange(most + 1, device=device)
-        starts, usable = torch.tensor(firsts, device=device), torch.tensor(readable, device=device)
+        columns = np.arange(most + 1)
+        starts, usable = np.array(firsts), np.array(readable)
         # Columns behind a window's last row repeat it; nothing reads them.
-        places = starts[:, None] + torch.minimum(columns, usable[:, None] - 1)  # [N, K+1]
-        block = Block(
-            torch.tensor([ids + (0,) * (most - len(ids)) for ids in chosen], device=device)
-            .view(len(windows), most)
-            .long(),
-            torch.tensor([len(ids) for ids in chosen], device=device),
-            usable,
-        )
-        believed = _draft_probs(blocks.drafts.logits[windows, :most], block.draft_ids, heads)
-        accepted = accept_rejection(block, believed, probs[places], _keys(heads, device))
+        places = starts[:, None] + np.minimum(columns, usable[:, None] - 1)  # [N, K+1]
+        padded = np.array([ids + (0,) * (most - len(ids)) for ids in chosen], np.int64).reshape(len(windows), most)
+        block = Block(upload(padded, device), upload_ids([len(ids) for ids in chosen], device), upload(usable, device))
+        logits = blocks.drafts.logits.index_select(0, upload_ids(windows, device))[:, :most]
+        believed = _draft_probs(logits, block.draft_ids, heads)
+        accepted = accept_rejection(block, believed, probs[upload(places, device)], _keys(heads, device))
+        window, column = np.nonzero(columns < usable[:, None])
+        own = accepted.ids.view(-1).index_select(0, upload(window * (most + 1) + column, device))
         ids = torch.zeros(probs.shape[0], dtype=torch.int64, device=device)
-        is_row = columns < usable[:, None]
-        ids[places[is_row]] = accepted.ids[is_row].clamp(min=0)
-        return ids
+        return ids.index_copy_(0, upload(places[window, column], device), own.clamp(min=0))
 
     return pick
 
@@ -66,7 +64,7 @@ def _firsts(readable: Sequence[int]) -> list[int]:
 
 def _draft_probs(logits: Tensor, ids: Tensor, heads: Sequence[SampleRow]) -> Tensor:
     """What drafts were drawn from: logits [N, K, V], ids [N, K] -> [N, K, V]."""
-    temperatures = torch.tensor([head.sampling.temperature for head in heads], device=logits.device)
+    temperatures = upload(np.array([head.sampling.temperature for head in heads], np.float32), logits.device)
     greedy = temperatures <= GREEDY_TEMPERATURE
     drawn = probabilities(logits / torch.where(greedy, 1.0, temperatures)[:, None, None])
     return torch.where(greedy[:, None, None], one_hot(ids, logits.shape[2]), drawn)
@@ -74,6 +72,6 @@ def _draft_probs(logits: Tensor, ids: Tensor, heads: Sequence[SampleRow]) -> Ten
 
 def _keys(heads: Sequence[SampleRow], device: torch.device) -> NoiseKeys:
     """Noise keys of windows whose first rows are heads; an anchor stands before what its row chooses."""
-    keys = torch.tensor([(head.sampling.seed, head.sampling.choice, head.position - 1) for head in heads])
-    seeds, choices, positions = keys.view(-1, 3).to(device).unbind(dim=1)
+    keys = np.array([(head.sampling.seed, head.sampling.choice, head.position - 1) for head in heads], np.int64)
+    seeds, choices, positions = upload(keys.reshape(-1, 3), device).unbind(dim=1)
     return NoiseKeys(seeds, choices, positions)

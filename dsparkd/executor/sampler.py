@@ -11,15 +11,17 @@ Letters: R logit rows, V vocabulary, K alternatives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.masks import allowed_ids
+from dsparkd.executor.upload import upload, upload_ids
 from dsparkd.kernels import noise, sampling
 from dsparkd.messages import SamplingParams, TokenLogprob
 
@@ -67,6 +69,17 @@ class Choices:
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was chosen, still on the device: values [K] float64 hold it all. read: makes Choices of them, on the host.
+
+    read raises InvariantError when a row has no finite winner.
+    """
+
+    values: Tensor
+    read: Callable[[list[float]], Choices]
+
+
 class Sampler:
     """Stateless between steps; owned by the rank's tick thread.
 
@@ -90,24 +103,36 @@ class Sampler:
         words: Tensor | None = None,
         pick: Pick | None = None,
     ) -> Choices:
-        """Choose a token for each sample and read the prompts' log-probabilities; one copy to the host.
+        """Choose and wait for it: `draw` and what it gives, for who has nothing else to do. Arguments as for `draw`."""
+        drawn = self.draw(logits, samples, prompts, words, pick)
+        return drawn.read(drawn.values.tolist())
 
-        logits [R, V] float32; the call may overwrite them. words [M, V / 32 rounded up] int32 on the host: the masks
-        that samples name. pick: chooses in place of the draw. Raises InvariantError when a row has no finite winner.
+    def draw(
+        self,
+        logits: Tensor,
+        samples: Sequence[SampleRow],
+        prompts: Sequence[PromptRow] = (),
+        words: Tensor | None = None,
+        pick: Pick | None = None,
+    ) -> Drawn:
+        """Choose a token for each sample and read the prompts' log-probabilities. No host sync.
+
+        logits [R, V] float32; the call may overwrite them. words [M, V / 32 rounded up] int32 on their device: the
+        masks that samples name. pick: chooses in place of the draw.
         """
         rows = [sample.logits_row for sample in samples]
         parts = [self._read_prompt(logits, prompt) for prompt in prompts]
         wanted = [i for i, sample in enumerate(samples) if sample.sampling.top_logprobs is not None]
         # A copy, because what follows edits the rows in place.
-        raw = logits[[rows[i] for i in wanted]] if wanted else logits[:0]
+        raw = logits.index_select(0, self._ids([rows[i] for i in wanted])) if wanted else logits[:0]
         if rows != list(range(logits.shape[0])):
-            logits = logits[rows]
+            logits = logits.index_select(0, self._ids(rows))
         best, ids = self._choose(logits, samples, words) if pick is None else self._pick(logits, samples, words, pick)
         top = max((samples[i].sampling.top_logprobs or 0 for i in wanted), default=0)
-        parts += [self._logprobs(raw, ids[wanted], top)] if wanted else []
+        parts += [self._logprobs(raw, ids.index_select(0, self._ids(wanted)), top)] if wanted else []
         parts += [best.double(), ids.double()]
-        host: list[float] = torch.cat([part.reshape(-1) for part in parts]).tolist()
-        return self._unpack(host, samples, prompts, wanted, top)
+        values = torch.cat([part.reshape(-1) for part in parts])
+        return Drawn(values, lambda host: self._unpack(host, samples, prompts, wanted, top))
 
     def distributions(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None = None) -> Tensor:
         """What `choose` would draw each sample from: [R, V] float32, all on one id where it is greedy. No host sync.
@@ -120,7 +145,9 @@ class Sampler:
         # What is not finite must stay visible.
         probs = torch.zeros_like(logits).scatter_(1, ids[:, None], (1.0 + 0.0 * best)[:, None])
         if drawn:
-            probs[drawn] = self._scores(logits[drawn], [samples[i].sampling for i in drawn]).softmax(dim=-1)
+            rows = self._ids(drawn)
+            scores = self._scores(logits.index_select(0, rows), [samples[i].sampling for i in drawn])
+            probs.index_copy_(0, rows, scores.softmax(dim=-1))
         return probs
 
     def _pick(
@@ -151,8 +178,9 @@ class Sampler:
         if len(drawn) == len(samples):
             return _best(self._noisy(logits, samples))
         best, ids = _best(logits)
-        best[drawn], ids[drawn] = _best(self._noisy(logits[drawn], [samples[i] for i in drawn]))
-        return best, ids
+        rows = self._ids(drawn)
+        noisy_best, noisy_ids = _best(self._noisy(logits.index_select(0, rows), [samples[i] for i in drawn]))
+        return best.index_copy_(0, rows, noisy_best), ids.index_copy_(0, rows, noisy_ids)
 
     def _edit(self, row: Tensor, sample: SampleRow) -> None:
         """Apply penalties, biases and min_tokens to one row of logits [V] in place."""
@@ -164,11 +192,12 @@ class Sampler:
             penalized = torch.where(scores > 0, scores / factor, scores * factor)
             row[seen] = penalized.clamp_(-MAX_SCORE, MAX_SCORE)
         if sample.output_ids and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
-            emitted, counts = torch.unique(self._ids(sample.output_ids), return_counts=True)
+            ids, times = np.unique(np.array(sample.output_ids, np.int64), return_counts=True)
+            emitted, counts = upload(ids, self._device), upload(times.astype(np.int64), self._device)
             row[emitted] -= counts * params.frequency_penalty + params.presence_penalty
         if params.logit_bias:
             biased, biases = zip(*params.logit_bias, strict=True)
-            row[self._ids(biased)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
+            row[self._ids(biased)] += upload(np.array(biases, np.float32), self._device)
 
     def _mask(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
         """Take what the grammars forbid out of their rows; touches no other row."""
@@ -178,10 +207,9 @@ class Sampler:
         if words is None:
             raise InvariantError(f"{len(held)} rows with a grammar, and no masks")
         rows, mask_rows = zip(*held, strict=True)
-        chosen = words[list(mask_rows)].to(self._device, non_blocking=True)
-        allowed = allowed_ids(chosen, logits.shape[1])
-        index = list(rows)
-        logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+        allowed = allowed_ids(words.index_select(0, self._ids(mask_rows)), logits.shape[1])
+        index = self._ids(rows)
+        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(~allowed, -math.inf))
 
     def _hold_back_ends(self, row: Tensor, sample: SampleRow) -> None:
         """Let the text go on: below min_tokens, and before a grammar begins.
@@ -207,13 +235,13 @@ class Sampler:
         """Return scores plus noise [R, V]; every row has a temperature above 0."""
         params = [sample.sampling for sample in samples]
         scores = self._scores(logits, params)
-        keys = torch.tensor([(p.seed, p.choice, s.position) for p, s in zip(params, samples, strict=True)])
-        seeds, choices, positions = keys.to(self._device).unbind(dim=1)
+        keys = np.array([(p.seed, p.choice, s.position) for p, s in zip(params, samples, strict=True)], np.int64)
+        seeds, choices, positions = upload(keys, self._device).unbind(dim=1)
         return scores.add_(noise.gumbel(seeds, choices, positions, scores.shape[1]))
 
     def _scores(self, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         """Return temperature-scaled, filtered scores [R, V]; every row has a temperature above 0."""
-        temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=self._device)
+        temperatures = upload(np.array([p.temperature for p in params], np.float32), self._device)
         # log p up to the row's constant, which argmax does not see; the best score is 0 exactly.
         scores = logits.sub(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
         self._filter(scores, params)
@@ -224,13 +252,22 @@ class Sampler:
         vocab = scores.shape[1]
         rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
         if rows:
-            scores[rows] = sampling.keep_top_k(scores[rows], [params[i].top_k for i in rows])
+            counts = [params[i].top_k for i in rows]
+            num_kept = self._ids(counts)
+            self._replace(scores, rows, lambda some: sampling.keep_top_k(some, num_kept, max(counts)))
         rows = [i for i, p in enumerate(params) if p.top_p < 1]
         if rows:
-            scores[rows] = sampling.keep_top_p(scores[rows], self._doubles([params[i].top_p for i in rows]))
+            top_p = self._doubles([params[i].top_p for i in rows])
+            self._replace(scores, rows, lambda some: sampling.keep_top_p(some, top_p))
         rows = [i for i, p in enumerate(params) if p.min_p > 0]
         if rows:
-            scores[rows] = sampling.keep_min_p(scores[rows], self._doubles([params[i].min_p for i in rows]))
+            min_p = self._doubles([params[i].min_p for i in rows])
+            self._replace(scores, rows, lambda some: sampling.keep_min_p(some, min_p))
+
+    def _replace(self, scores: Tensor, rows: list[int], change: Callable[[Tensor], Tensor]) -> None:
+        """Put what `change` makes of some rows in their place."""
+        index = self._ids(rows)
+        scores.index_copy_(0, index, change(scores.index_select(0, index)))
 
     def _read_prompt(self, logits: Tensor, prompt: PromptRow) -> Tensor:
         """Return the prompt's log-probabilities as `_logprobs` lays them out, a block of rows at a time."""
@@ -285,11 +322,11 @@ class Sampler:
             at += width
         return Choices(tuple(ids), tuple(logprobs), tuple(read))
 
-    def _ids(self, ids: Sequence[int] | set[int]) -> Tensor:
-        return torch.tensor(list(ids), dtype=torch.int64, device=self._device)
+    def _ids(self, ids: Collection[int]) -> Tensor:
+        return upload_ids(ids, self._device)
 
     def _doubles(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self._device)
+        return upload(np.array(values, np.float64), self._device)
 
 
 def _edits(sample: SampleRow) -> bool:

@@ -5,6 +5,7 @@ Nothing here reads a device value, so building inputs never waits for the device
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan
+from dsparkd.executor.upload import upload
 from dsparkd.kernels.tiles import KEY_TILE, ROW_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO, KVGeometry
 from dsparkd.model.inputs import (
@@ -33,6 +35,18 @@ BLOCK_BYTES = 64 << 20  # and the bytes that those keys may take, in float32
 def pad_rows(count: int) -> int:
     """Round up to whole row tiles; 0 stays 0."""
     return -(-count // ROW_TILE) * ROW_TILE
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafts whose ids only the device knows. windows [B, W] int64 on it: of each row its anchor, then its drafts.
+
+    lengths [B]: how many of them are the last tokens of the row; the plan has room for these, and the host does not
+    read what stands there.
+    """
+
+    windows: Tensor
+    lengths: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +73,10 @@ class Stager:
         self._index_topk = index_topk
         self._device = device
 
-    def stage(self, plan: Plan, num_padded: int | None = None) -> ForwardInputs:
+    def stage(self, plan: Plan, num_padded: int | None = None, drafted: Drafted | None = None) -> ForwardInputs:
         """Lay one plan out. An empty plan gives zero tokens. Raises InvariantError for a row that cannot be right.
 
-        num_padded: tokens with padding, whole row tiles; None for as many as the rows need.
+        num_padded: tokens with padding, whole row tiles; None for as many as the rows need. No host sync.
         """
         self._check(plan)
         tokens = _lay_out(plan, pad_rows(plan.num_tokens) if num_padded is None else num_padded)
@@ -74,13 +88,25 @@ class Stager:
         draft_ring = self._geometry.draft_ring_rows if self._geometry.num_draft_stages else 0
         return ForwardInputs(
             num_tokens=tokens.num_tokens,
-            input_ids=self._tensor(input_ids),
+            input_ids=self._input_ids(input_ids, tokens, drafted),
             positions=self._tensor(tokens.position),
             logit_rows=self._tensor(padded_logits),
             num_logits=len(logit_rows),
             attention=self._attention(plan, tokens),
             draft_store=self._store(tokens, draft_ring) if draft_ring else None,
         )
+
+    def _input_ids(self, known: Ints, tokens: _Tokens, drafted: Drafted | None) -> Tensor:
+        """Bring the ids that the host knows, and put the drafts in their places."""
+        input_ids = self._tensor(known)
+        if drafted is None:
+            return input_ids
+        lengths = np.array(drafted.lengths, np.int64)
+        row, column = _ranges(np.ones_like(lengths), 1 + lengths)  # of windows
+        ends = tokens.offsets + tokens.ends - tokens.starts
+        place = (ends - lengths)[row] + column - 1
+        ids = drafted.windows.view(-1).index_select(0, self._tensor(row * drafted.windows.shape[1] + column))
+        return input_ids.index_copy_(0, self._tensor(place), ids)
 
     def _check(self, plan: Plan) -> None:
         for row in plan.rows:
@@ -177,8 +203,8 @@ class Stager:
         dst = tokens.slot[src] * ring + position[src] % ring
         return RingStore(self._tensor(src), self._tensor(dst))
 
-    def _tensor(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+    def _tensor(self, array: Ints) -> Tensor:
+        return upload(array, self._device)
 
 
 def _lay_out(plan: Plan, num_padded: int) -> _Tokens:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.accept import Block, accept_coupled
-from dsparkd.executor.draft import Blocks
 from dsparkd.executor.lengths import admit
 from dsparkd.executor.masks import Masks, grammar_start
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput
@@ -22,28 +23,49 @@ from dsparkd.executor.sampler import Choices, PromptRow, SampleRow
 Drafted = tuple[int, ...]
 
 
-def cut(plan: Plan, blocks: Blocks | None, dp_rank: int) -> tuple[Drafted, ...]:
-    """Each row's drafts that are verified: the likeliest that the step has room for, each with those before it."""
+def require_sound(plan: Plan, *, has_masks: bool) -> None:
+    """Raise InvariantError for rows whose outcome nobody could tell, before anything is launched for them."""
+    for row in plan.rows:
+        if row.prompt_top_logprobs is not None and row.num_logits != len(row.input_ids):
+            raise InvariantError(
+                f"request {row.request_id}: {row.num_logits} logit rows for its prompt's log-probabilities"
+            )
+        if row.matcher is not None and not has_masks:
+            raise InvariantError(f"request {row.request_id} has a grammar and no mask")
+
+
+def cut(plan: Plan, survival: Sequence[Sequence[float]] | None, dp_rank: int) -> tuple[int, ...]:
+    """How many drafts of each row are verified: the likeliest that the step has room for, each with those before it.
+
+    survival: of this step's blocks; None where the layout does not depend on them.
+    """
     speculation = plan.speculation
-    if blocks is None or speculation is None:
-        return ((),) * len(plan.rows)
-    most = speculation.max_drafts
+    if speculation is None:
+        return (0,) * len(plan.rows)
     if not speculation.is_compact:
-        return tuple(ids[:most] for ids in blocks.ids)
+        return (speculation.max_drafts,) * len(plan.rows)
+    if survival is None:
+        raise InvariantError("a compact layout without the chances that it depends on")
     room = speculation.num_tokens[dp_rank] - len(plan.rows)
-    lengths = admit(blocks.survival, room, most)
-    return tuple(ids[:length] for ids, length in zip(blocks.ids, lengths, strict=True))
+    return tuple(admit(survival, room, speculation.max_drafts))
 
 
-def with_drafts(plan: Plan, drafts: Sequence[Drafted]) -> Plan:
-    """Put each row's drafts behind its anchor; each gets a row of logits."""
-    return dataclasses.replace(plan, rows=tuple(map(_window, plan.rows, drafts)))
+def with_drafts(plan: Plan, lengths: Sequence[int]) -> Plan:
+    """Make room behind each row's anchor for its drafts, each with a row of logits; their ids come later."""
+    return dataclasses.replace(plan, rows=tuple(map(_window, plan.rows, lengths)))
 
 
-def _window(row: PlanRow, drafts: Drafted) -> PlanRow:
-    if not drafts:
+def _window(row: PlanRow, length: int) -> PlanRow:
+    if not length:
         return row
-    return dataclasses.replace(row, input_ids=row.input_ids + drafts, num_logits=row.num_logits + len(drafts))
+    return dataclasses.replace(row, input_ids=row.input_ids + (0,) * length, num_logits=row.num_logits + length)
+
+
+def drafted(ids: NDArray[np.int64], lengths: Sequence[int]) -> tuple[Drafted, ...]:
+    """Each row's drafts that are verified; ids [B, W] as in Blocks.windows, [0, 0] where there are none."""
+    if not len(ids):
+        return ((),) * len(lengths)
+    return tuple(tuple(row[1 : 1 + length]) for row, length in zip(ids.tolist(), lengths, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,10 +128,6 @@ def _sample_rows(
 
 def _next_prompt_ids(row: PlanRow) -> tuple[int, ...]:
     """The prompt tokens that follow each token of a chunk; the prompt's last token has none."""
-    if row.num_logits != len(row.input_ids):
-        raise InvariantError(
-            f"request {row.request_id}: {row.num_logits} logit rows for its prompt's log-probabilities"
-        )
     return row.prompt_ids[row.start + 1 : row.start + len(row.input_ids) + 1]
 
 
@@ -119,9 +137,12 @@ def collect(
     asked: Asked,
     choices: Choices,
     masks: Masks | None,
-    blocks: Blocks | None,
+    survival: Sequence[tuple[float, ...]],
 ) -> tuple[RowOutput, ...]:
-    """Hand the sampler's results back to the plan's rows: of a window, the accepted drafts and the id behind them."""
+    """Hand the sampler's results back to the plan's rows: of a window, the accepted drafts and the id behind them.
+
+    survival: chances of all drafts of each row, empty where nothing was drafted.
+    """
     read = iter(choices.prompt_logprobs)
     failures = masks.failures if masks is not None else {}
     kept = iter(_accept(drafts, asked, choices.token_ids))
@@ -141,9 +162,9 @@ def collect(
                 logprobs=None if row.sampling.top_logprobs is None else logprobs,
                 prompt_logprobs=prompt_logprobs,
                 failure=failures.get(index),
-                num_drafts=len(blocks.ids[index]) if blocks is not None else 0,
+                num_drafts=len(survival[index]) if survival else 0,
                 num_verified=len(drafts[index]),
-                survival=blocks.survival[index] if blocks is not None else (),
+                survival=survival[index] if survival else (),
             )
         )
     return tuple(rows)

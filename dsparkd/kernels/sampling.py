@@ -5,8 +5,6 @@ Ties go to the lower id everywhere (score descending, id ascending). Letters: B 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,10 +24,10 @@ def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.gather(1, ids), ids
 
 
-def keep_top_k(scores: Tensor, k: Sequence[int]) -> Tensor:
-    """Mask all but the k[i] best of row i with minus infinity. scores [B, V] float32; every k in 1..V."""
-    num_kept = torch.tensor(k, device=scores.device)[:, None]
-    best = scores.topk(max(k)).values
+def keep_top_k(scores: Tensor, k: Tensor, most: int) -> Tensor:
+    """Mask all but the k[i] best of row i with minus infinity. scores [B, V] float32; k [B] int64 in 1..most <= V."""
+    num_kept = k[:, None]
+    best = scores.topk(most).values
     return _keep_best(scores, best.gather(1, num_kept - 1), num_kept)
 
 

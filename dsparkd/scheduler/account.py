@@ -249,9 +249,12 @@ class Account:
         if output.num_masked:
             self._tally.inc(metrics.MASK_STEPS, self._rank, "masked")
             self._tally.observe(metrics.MASK_ROWS, self._rank, value=output.num_masked)
-            self._tally.observe(metrics.MASK_SECONDS, self._rank, "traverse", value=output.walk_ns / 1e9)
         elif any(row.is_thinking for row in plan.rows):
             self._tally.inc(metrics.MASK_STEPS, self._rank, "thinking_only")
+        for phase, seconds in output.mask_times:
+            self._tally.observe(metrics.MASK_SECONDS, self._rank, phase, value=seconds)
+        if output.num_dropped_times:
+            self._tally.inc(metrics.MASK_SAMPLES_DROPPED, self._rank, by=output.num_dropped_times)
 
     # Drafts
 

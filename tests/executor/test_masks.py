@@ -7,6 +7,8 @@ import dataclasses
 import math
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +23,7 @@ from dsparkd.executor.masks import MAX_STUCK, OVERTIME_FACTOR, Held, Masker, all
 from dsparkd.executor.plan import PlanRow, RowFailure
 from dsparkd.executor.sampler import Sampler, SampleRow
 from dsparkd.grammar.matcher import Matcher
+from dsparkd.grammar.pipeline import Pipeline
 from dsparkd.grammar.traversal import StockTraversal, open_traversal
 from dsparkd.messages import SamplingParams
 from dsparkd.native.traversal import Traversal, Walk, WalkStatus
@@ -48,8 +51,42 @@ def row(name: str, matcher: Matcher | None) -> PlanRow:
     return PlanRow(name, 1, (5,), 8, (1,), 1, GREEDY, (5,), (), matcher=matcher)
 
 
-def masker_of(traversal: Traversal, rows: int = 8, width: int = 1) -> Masker:
-    return Masker(traversal, rows, width, VOCAB, timeout_s=5.0, hang_s=5.0)
+@dataclasses.dataclass
+class Filled:
+    """What a step knows of its masks when its walk is over."""
+
+    rows: dict[int, Held]
+    failures: dict[int, RowFailure]
+    words: torch.Tensor
+
+
+class Desk:
+    """A masker with a pipeline of its own, through which it takes a step's rows and their drafts."""
+
+    def __init__(self, traversal: Traversal, rows: int, width: int, timeout_s: float, hang_s: float, **rest: Any):
+        self.masker = Masker(traversal, rows, width, VOCAB, timeout_s, hang_s, **rest)
+        self.pipeline = Pipeline(rows, width, width, VOCAB, CPU)
+
+    def fill(self, rows: Sequence[PlanRow], drafts: Sequence[tuple[int, ...]] = ()) -> Filled | None:
+        drafts = drafts or ((),) * len(rows)
+        longest = max(map(len, drafts))
+        ids = [[9, *drafted, *(0,) * (longest - len(drafted))] for drafted in drafts]
+        work = self.masker.begin(rows, [len(drafted) for drafted in drafts])
+        slot = self.pipeline.begin(torch.tensor(ids), work)
+        self.pipeline.launched(slot)
+        try:
+            self.pipeline.finish(slot)
+            masks = work.masks(slot) if work is not None else None
+        finally:
+            self.pipeline.emit(slot, torch.zeros(0, dtype=torch.float64))
+            self.pipeline.consume(slot)
+        if masks is None or not masks.rows:
+            return None
+        return Filled(masks.rows, masks.failures, slot.words[: slot.num_mask_rows])
+
+
+def masker_of(traversal: Traversal, rows: int = 8, width: int = 1) -> Desk:
+    return Desk(traversal, rows, width, timeout_s=5.0, hang_s=5.0)
 
 
 @pytest.fixture(params=["native", "per_matcher"])
@@ -159,7 +196,7 @@ def test_each_status_of_a_walk_has_its_radius(
         def close(self) -> None:
             pass
 
-    masker = Masker(Scripted(), 4, 1, VOCAB, timeout_s=5.0, hang_s=5.0, clock=lambda: 7)
+    masker = Desk(Scripted(), 4, 1, timeout_s=5.0, hang_s=5.0, clock=lambda: 7)
     rows = [row(name, matcher_of(info, 'root ::= "a"')) for name in ("a", "b")]
     if expected is InvariantError:
         with pytest.raises(InvariantError, match=status.name):
@@ -204,7 +241,7 @@ class Spending:
 def test_a_request_may_be_slow_now_and_then_but_not_for_ever(info: xgrammar.TokenizerInfo) -> None:
     """D-17: each walk may take its time; what it takes beyond is charged, until nothing is left to be beyond with."""
     spending = Spending()
-    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    masker = Desk(spending, 4, 1, timeout_s=0.05, hang_s=5.0)
     matcher, quick = matcher_of(info, 'root ::= "a"*'), matcher_of(info, 'root ::= "a"*')
     for spent_ms in (350, 40, 250, 90):
         spending.spends_ns = [spent_ms * 1_000_000, 0]
@@ -217,7 +254,7 @@ def test_a_request_may_be_slow_now_and_then_but_not_for_ever(info: xgrammar.Toke
 def test_a_step_that_was_given_up_marks_its_matcher(info: xgrammar.TokenizerInfo) -> None:
     """Nothing of XGrammar may be called on it again; and requests of one grammar are told apart from others."""
     spending = Spending()
-    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    masker = Desk(spending, 4, 1, timeout_s=0.05, hang_s=5.0)
     one = matcher_of(info, 'root ::= "a"*')
     same, other = Matcher(one.compiled), matcher_of(info, 'root ::= "b"*')
     spending.spends_ns = [0, None, 0]
@@ -234,7 +271,7 @@ def test_a_step_that_was_given_up_must_end_some_day(
 ) -> None:
     """decisions.md 14: nothing can stop it, and what it takes may grow, so then the pair fails."""
     spending = Spending()
-    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    masker = Desk(spending, 4, 1, timeout_s=0.05, hang_s=5.0)
     spending.spends_ns, spending.left_behind = [0], left_behind
     if ends:
         masker.fill([row("x", matcher_of(info, 'root ::= "a"'))])
@@ -246,7 +283,7 @@ def test_a_step_that_was_given_up_must_end_some_day(
 def test_steps_that_were_given_up_may_not_pile_up(info: xgrammar.TokenizerInfo) -> None:
     """Each of them holds a thread and memory, however little processor time it gets."""
     spending = Spending()
-    masker = Masker(spending, 4, 1, VOCAB, timeout_s=0.05, hang_s=5.0)
+    masker = Desk(spending, 4, 1, timeout_s=0.05, hang_s=5.0)
     for number, expected in ((MAX_STUCK, None), (MAX_STUCK + 1, FatalError)):
         spending.spends_ns, spending.left_behind = [0], (number, 0)
         with contextlib.nullcontext() if expected is None else pytest.raises(expected):
@@ -283,7 +320,7 @@ def test_a_really_slow_grammar_costs_its_request_and_nobody_else(
     """D-17, decisions.md 1: the call returns while XGrammar is still inside the step; the neighbour's mask is right,
     and when the step has ended at last nothing is left of it."""
     pool = open_traversal("native", 1, info)
-    masker = Masker(pool, 4, 3, VOCAB, timeout_s=0.05, hang_s=60.0)
+    masker = Desk(pool, 4, 3, timeout_s=0.05, hang_s=60.0)
     never, quick = slow_matcher(slow), matcher_of(info, 'root ::= "xy"')
     masks = masker.fill([row("slow", never), row("quick", quick)])
     assert masks is not None
@@ -303,7 +340,7 @@ def test_a_really_slow_grammar_costs_its_request_and_nobody_else(
     assert ids_of(masks.words)[0] == {ord("y")}
     del never, masks
     wait_for_the_end(pool)
-    masker.close()
+    masker.masker.close()
 
 
 def test_rows_of_the_same_slow_grammar_cost_one_wait(
@@ -311,14 +348,14 @@ def test_rows_of_the_same_slow_grammar_cost_one_wait(
 ) -> None:
     """64 rows of one grammar that is slow would else hold the tick 64 times as long."""
     pool = open_traversal("native", 1, info)
-    masker = Masker(pool, 6, 3, VOCAB, timeout_s=0.05, hang_s=600.0)
+    masker = Desk(pool, 6, 3, timeout_s=0.05, hang_s=600.0)
     matchers = [slow_matcher(slow) for _ in range(6)]
     masks = masker.fill([row(str(place), matcher) for place, matcher in enumerate(matchers)])
     assert masks is not None
     assert sorted(masks.failures) == [0, 1, 2, 3, 4, 5]
     assert pool.stuck()[0] == 1
     wait_for_the_end(pool)
-    masker.close()
+    masker.masker.close()
 
 
 def test_the_last_ids_of_a_row_cannot_hold_the_tick_either(info: xgrammar.TokenizerInfo, traversal: Traversal) -> None:
@@ -330,28 +367,28 @@ def test_the_last_ids_of_a_row_cannot_hold_the_tick_either(info: xgrammar.Tokeni
     words = masks.words.clone()
     for matcher, ids in ((right, b"a"), (wrong, b"z"), (done, b"a")):
         matcher.queue(tuple(ids))
-    assert [failure and failure.code for failure in masker.commit([right, wrong, done])] == [
+    assert [failure and failure.code for failure in masker.masker.commit([right, wrong, done])] == [
         None,
         "grammar_violation",
         None,
     ]
     assert torch.equal(masks.words, words), "masks that are still being read stay"
-    masker = Masker(traversal, 4, 2, VOCAB, timeout_s=5.0, hang_s=5.0)
+    masker = Desk(traversal, 4, 2, timeout_s=5.0, hang_s=5.0)
     done.queue((ord("b"), STOP))
-    assert masker.commit([done]) == [None]
+    assert masker.masker.commit([done]) == [None]
     assert done.is_terminated
 
 
 def test_a_slow_last_step_is_given_up(info: xgrammar.TokenizerInfo, slow: xgrammar.CompiledGrammar) -> None:
     """D-17: as in a walk."""
     pool = open_traversal("native", 1, info)
-    masker = Masker(pool, 4, 3, VOCAB, timeout_s=0.05, hang_s=600.0)
+    masker = Desk(pool, 4, 3, timeout_s=0.05, hang_s=600.0)
     never = slow_matcher(slow)
-    (failure,) = masker.commit([never])
+    (failure,) = masker.masker.commit([never])
     assert failure is not None
     assert (failure.status, never.is_stuck) == (504, True)
     wait_for_the_end(pool)
-    masker.close()
+    masker.masker.close()
 
 
 def test_a_pool_may_be_closed_over_a_step_that_still_runs(
@@ -360,10 +397,10 @@ def test_a_pool_may_be_closed_over_a_step_that_still_runs(
     """L-33: a stop does not wait for what was given up; its thread ends by itself, or with the process."""
     known = set(os.listdir("/proc/self/task"))
     pool = open_traversal("native", 2, info)
-    masker = Masker(pool, 4, 3, VOCAB, timeout_s=0.05, hang_s=600.0)
-    masker.commit([slow_matcher(slow)])
+    masker = Desk(pool, 4, 3, timeout_s=0.05, hang_s=600.0)
+    masker.masker.commit([slow_matcher(slow)])
     assert pool.stuck()[0] == 1
-    masker.close()
+    masker.masker.close()
     assert pool.stuck() == (0, 0)
     while set(os.listdir("/proc/self/task")) - known:
         time.sleep(0.05)
@@ -423,7 +460,7 @@ def test_d16_a_grammar_holds_the_rows_from_the_draft_on_that_ends_the_reasoning(
     info: xgrammar.TokenizerInfo, traversal: Traversal, place: int | None
 ) -> None:
     """D-16: rows before it are all ones and usable, its own row is the start; without it the grammar is not walked."""
-    masker = Masker(traversal, 8, 4, VOCAB, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
+    masker = Desk(traversal, 8, 4, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
     matcher = matcher_of(info, 'root ::= "abcd"')
     drafts = [50, 51, 52]
     if place is not None:
@@ -458,7 +495,7 @@ def test_d16_a_grammar_that_fails_behind_the_reasoning_fails_nobody_yet(info: xg
         def close(self) -> None:
             pass
 
-    masker = Masker(Failing(), 4, 4, VOCAB, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
+    masker = Desk(Failing(), 4, 4, timeout_s=5.0, hang_s=5.0, think_end_id=THINK_END)
     thinking = dataclasses.replace(row("x", matcher_of(info, 'root ::= "a"')), is_thinking=True)
     masks = masker.fill([thinking], [(50, THINK_END, 51)])
     assert masks is not None

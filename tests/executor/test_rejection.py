@@ -49,7 +49,8 @@ class Case:
                 samples.append(SampleRow(len(samples), self.params[i], (), (), self.positions[i] + 1 + j))
                 probs.append(self.target[i, j])
         drafts = Drafts(self.ids[rows], self.logits[rows], torch.zeros(len(rows), GAMMA))
-        blocks = Blocks(tuple(map(tuple, self.ids[rows].tolist())), ((0.5,) * GAMMA,) * len(rows), drafts)
+        windows = torch.cat((torch.zeros((len(rows), 1), dtype=torch.int64), self.ids[rows]), 1)
+        blocks = Blocks(windows, torch.full((len(rows), GAMMA), 0.5), drafts)
         asked = Asked(samples, [], tuple(self.readable[i] for i in rows))
         return blocks, [self.drafts[i] for i in rows], asked, torch.stack(probs) if probs else torch.empty(0, VOCAB)
 

@@ -68,10 +68,10 @@ class ScriptedDesk:
     def propose(self, rows: Sequence[PlanRow], num_blocks: tuple[int, int]) -> Blocks:
         assert num_blocks[0] == len(rows)
         nothing = torch.empty(0)
+        windows = [(row.input_ids[-1], *self.blocks[row.request_id]) for row in rows]
+        survival = [self.survival.get(row.request_id, (1.0,) * GAMMA) for row in rows]
         return Blocks(
-            tuple(self.blocks[row.request_id] for row in rows),
-            tuple(self.survival.get(row.request_id, (1.0,) * GAMMA) for row in rows),
-            Drafts(nothing, nothing, nothing),
+            torch.tensor(windows).view(-1, 1 + GAMMA), torch.tensor(survival), Drafts(nothing, nothing, nothing)
         )
 
 
@@ -284,11 +284,11 @@ def test_d16_d19_each_row_of_a_window_has_the_state_behind_the_drafts_before_it(
     drafts = (50, THINK_END, ord("a"), ord("z"), 9)
     free = dataclasses.replace(anchor, request_id="free", matcher=None, is_thinking=False)
     chunk = dataclasses.replace(free, request_id="chunk", sampling=None, num_logits=0)
-    plan = with_drafts(Plan(StepKind.DECODE, (free, chunk, anchor)), ((7, 8), (), drafts))
-    assert plan.rows[2].input_ids == anchor.input_ids + drafts
+    plan = with_drafts(Plan(StepKind.DECODE, (free, chunk, anchor)), (2, 0, 5))
+    assert len(plan.rows[2].input_ids) == 6
     assert [row.num_logits for row in plan.rows] == [3, 0, 6]
     held = Held(place=4, first=2, usable=4)
-    masks = Masks({2: held}, 1 + GAMMA, torch.empty(0), {}, 0)
+    masks = Masks({2: held}, 1 + GAMMA, {})
 
     asked = ask(plan, ((7, 8), (), drafts), masks, THINK_END)
 

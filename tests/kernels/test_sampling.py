@@ -44,7 +44,7 @@ def test_top_k_keeps_exactly_k_ids_and_the_lower_of_equals() -> None:
     """Keeping every tie of the k-th would keep more than k."""
     scores = coarse_scores(4, 97, 1)
 
-    got = sampling.keep_top_k(scores, [1, 7, 40, 97])
+    got = sampling.keep_top_k(scores, torch.tensor([1, 7, 40, 97]), 97)
 
     for row, k in enumerate([1, 7, 40, 97]):
         assert kept(got[row]) == set(order(scores[row].tolist())[:k])
