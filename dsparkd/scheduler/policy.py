@@ -32,6 +32,10 @@ class Limits:
     prompt_logit_tokens: int
     max_drafts: int = 0
 
+    def __post_init__(self) -> None:
+        if self.max_drafts >= self.page_tokens:
+            raise InvariantError(f"windows of {1 + self.max_drafts} tokens reach over pages of {self.page_tokens}")
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -78,7 +82,7 @@ class Planner:
         most = 0 if speculation is None else speculation.max_drafts
         for row, request in zip(rows, requests, strict=True):
             position = row.start + len(row.input_ids) + most
-            # A block reaches over one page end at most; whether that one is accepted shows behind the step.
+            # A window reaches over one page end at most (Limits); whether that one is accepted shows behind the step.
             position -= position % self._limits.page_tokens if most else 0
             if position <= row.start or not self._is_boundary(request, position):
                 continue

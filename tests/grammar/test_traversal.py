@@ -352,6 +352,58 @@ def test_a_deadline_that_is_over_shortens_chains_to_their_root(
     assert walk.usable_rows[:3].tolist() == [NODES] * 3, "the late walk left its matchers where they were"
 
 
+def test_a_late_walk_from_inside_a_chain_still_has_the_row_of_its_root(
+    own_traversal: Traversal, grammars: list[xgrammar.CompiledGrammar]
+) -> None:
+    """D-16, decisions 1: rows before the root are free and usable, the root has its row, nothing behind it has."""
+    walk = make_walk(2)
+    matchers = [xgrammar.GrammarMatcher(grammars[3]) for _ in range(2)]
+    for tree, (root, matcher) in enumerate(zip((2, NODES - 1), matchers, strict=True)):
+        walk.drafts[tree] = [5] * (root + 1) + [ord("(")] * (NODES - root - 1)
+        walk.add(ffi_matcher(matcher), tree, root=root)
+
+    own_traversal.run(walk, 1)
+
+    # The root of the second is the chain's last node: nothing of it could come late.
+    assert [walk.status(request) for request in range(2)] == [WalkStatus.LATE, WalkStatus.WALKED]
+    assert walk.usable_rows[:2].tolist() == [3, NODES]
+    start = scalar_rows(Case(grammars[3], [], [], [0]))[0]
+    rows = walk.mask.reshape(2, NODES, WORDS)
+    assert (rows[0, :2] == -1).all()
+    assert np.array_equal(rows[0, 2], start)
+    assert (rows[0, 3:] == -1).all()
+    assert (rows[1, :-1] == -1).all()
+    assert np.array_equal(rows[1, -1], start)
+    walk.begin(2)
+    for tree, matcher in enumerate(matchers):
+        walk.drafts[tree] = [5, ord("("), ord(")"), 0, 0, 0]
+        walk.add(ffi_matcher(matcher), tree)
+    own_traversal.run(walk, 0)
+    assert all(np.array_equal(walk.mask[tree * NODES], start) for tree in range(2)), "the matchers stand at the start"
+
+
+def test_a_refused_commit_before_a_walk_from_inside_a_chain_leaves_no_row_to_use(
+    traversal: Traversal, grammars: list[xgrammar.CompiledGrammar]
+) -> None:
+    """D-11, D-15, D-16: no row of the chain is told apart, none is zero; the neighbour's root has its row."""
+    walk = make_walk(2)
+    matchers = [xgrammar.GrammarMatcher(grammars[3]) for _ in range(2)]
+    for tree, (matcher, kept) in enumerate(zip(matchers, ("x", "("), strict=True)):
+        walk.drafts[tree] = [5, 6, 7, ord(")"), 0, 0]
+        walk.add(ffi_matcher(matcher), tree, root=2, commits=[ord(kept)])
+
+    traversal.run(walk, 0)
+
+    assert [walk.status(request) for request in range(2)] == [WalkStatus.COMMIT_REFUSED, WalkStatus.WALKED]
+    assert walk.num_accepted[:2].tolist() == [0, 1]
+    assert walk.usable_rows[0] == 0
+    assert (walk.mask[:NODES] == -1).all()
+    expected = scalar_rows(Case(grammars[3], [], [ord("(")], [0, ord(")"), 0, 0]))
+    assert walk.usable_rows[1] == 2 + len(expected)
+    assert np.array_equal(walk.mask[NODES + 2 : NODES + 2 + len(expected)], expected)
+    assert (walk.mask[NODES : NODES + 2] == -1).all()
+
+
 def test_a_grammar_that_no_token_can_follow_is_reported(own_traversal: Traversal) -> None:
     """O-12: where every token is forbidden the row is not handed on as zeros: the request ends, or the chain does."""
     info = xgrammar.TokenizerInfo([b"a", b"", b""], vocab_size=3, stop_token_ids=[2])

@@ -125,6 +125,9 @@ def test_a_file_gives_what_its_values_give(tmp_path: Path) -> None:
         ("dspark_markov_rank", 0, ("dspark_markov_rank", "0")),
         ("dspark_target_layer_ids", [], ("dspark_target_layer_ids",)),
         ("dspark_target_layer_ids", [0, 99], ("dspark_target_layer_ids", "99")),
+        # A window must fit into a page of 128 tokens, the shortest there is.
+        ("dspark_block_size", 65, ("dspark_block_size", "65", "64")),
+        ("dspark_block_size", 128, ("dspark_block_size", "128", "64")),
     ],
 )
 def test_d03_a_drafter_that_cannot_be_right_is_a_start_failure(key: str, value: object, names: tuple[str, ...]) -> None:

@@ -8,7 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import StepKind
+from dsparkd.scheduler.policy import Limits
 from dsparkd.scheduler.request import State
 
 
@@ -321,3 +323,31 @@ def test_a_single_token_output_never_joins_a_decode_batch(lab, pair):
         deltas = pair.ranks[0].deltas[request.request_id]
         assert (deltas[0].logprobs is not None) == (request.sampling.top_logprobs is not None)
         assert (deltas[0].prompt_logprobs is not None) == request.sampling.prompt_logprobs
+
+
+@pytest.mark.parametrize("max_drafts", [0, 127, 128, 300])
+def test_a_window_never_reaches_over_two_page_ends(max_drafts):
+    """The one snapshot of a row would be taken at the last of them, and the page before it could never be resumed."""
+    with contextlib.nullcontext() if max_drafts < 128 else pytest.raises(InvariantError, match="pages of 128"):
+        Limits(1024, 128, 2048, 512, max_drafts)
+    if max_drafts < 128:
+        for start in range(128):
+            ends = [end for end in range(start + 1, start + 2 + max_drafts) if end % 128 == 0]
+            assert len(ends) <= 1
+
+
+@pytest.mark.parametrize("length", range(9, 13))
+def test_the_widest_window_saves_one_page_end_at_most(lab, length):
+    """A window as long as a page (four tokens here), wherever it begins: one snapshot a row, at the end of a page."""
+    with contextlib.closing(lab.Pair(lab.Sizes(max_drafts=3))) as pair:
+        rank = pair.ranks[0]
+        request = lab.request("x", length, max_tokens=24)
+        rank.submit(request)
+        pair.drain()
+        assert rank.output("x") == lab.expected(request, 64)
+        drafting = [plan for plan in rank.device.plans if plan.speculation is not None]
+        positions = [save.position for plan in drafting for save in plan.snapshot_saves]
+        assert positions
+        assert all(position % 4 == 0 for position in positions)
+        assert max(len(plan.snapshot_saves) for plan in drafting) == 1
+        rank.assert_nothing_held()
