@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dsparkd.kernels.weight import decode_e8m0, decode_fp4, decode_fp8
 from dsparkd.model.checkpoint import StoredDtype, TensorSpec, expected_tensors
 from dsparkd.model.config import parse_model_config
-from dsparkd.model.weights import decode_e8m0, decode_fp4, decode_fp8
 from tools.number_formats import E4M3, encode_fp4, encode_fp8, round_bfloat16, round_fp4, round_fp8, round_groups
 
 State = Mapping[str, Tensor]

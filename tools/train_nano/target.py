@@ -29,11 +29,11 @@ VALIDATION_EXAMPLES = 48  # of a task, for each process
 SHORT, LONG = 2048, 12_800  # the long rows hold a recall prompt of 12,288 tokens with its answer
 # Names of tools and of lists, and the values of facts, are what takes longest to be copied without a slip.
 LONG_MIX: dict[Task, float] = DEFAULT_MIX | {
-    "arithmetic": 0.08,
-    "extraction": 0.15,
+    "arithmetic": 0.1,
     "recall": 0.15,
-    "copy": 0.2,
-    "tools": 0.6,
+    "copy": 0.3,
+    "tools": 0.45,
+    "chat": 0.03,
 }
 
 

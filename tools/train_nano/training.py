@@ -274,6 +274,11 @@ def save(trainee: Trainee, optimiser: Optimiser, directory: Path, step: int) -> 
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach() for name, tensor in (trainee.parameters() | trainee.buffers()).items()}
     torch.save({"step": step, "tensors": tensors, "optimiser": optimiser.state()}, directory / STATE_FILE)
+    save_masters(tensors, directory, step)
+
+
+def save_masters(tensors: Mapping[str, Tensor], directory: Path, step: int) -> None:
+    """Write the masters' files, without a state to go on from."""
     for number, group in enumerate(_grouped({name: _small(name, tensor).cpu() for name, tensor in tensors.items()})):
         save_file(group, directory / f"masters-{number}.safetensors", metadata={"step": str(step)})
 
