@@ -1,9 +1,10 @@
 """Manifold-constrained hyper-connections around a sublayer: torch form, and C form for the cpu in float32.
 
 A collapse gives the sublayer's normed input; an expansion takes its output back into the streams. The Sinkhorn
-normalisations are some 120 tiny operations a call, so on the cpu one C call does them.
+normalisations are some 120 tiny operations a call, so on the cpu one C call does them. The form for cuda is
+kernels/cuda/hyper_connection.py.
 
-Letters: T tokens, S streams, D width.
+Letters: T tokens, S streams, D width, P parts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class HyperConnectionKernel(Protocol):
     """What `bind` returns."""
 
     def collapse(self, streams: Tensor, raw: Tensor, mixing: Mixing) -> Collapsed:
-        """streams [T, S, D]; raw [T, (2 + S) * S] float32, their product with the mixing matrix, not yet normed."""
+        """streams [T, S, D]; raw [P, T, (2 + S) * S] float32: their product with the mixing matrix, not yet normed, is
+        the sum over P, taken in ascending order."""
 
     def expand(self, output: Tensor, streams: Tensor, collapsed: Collapsed) -> Tensor:
         """post_k * output + sum_j comb[j, k] * streams[j]: [T, S, D]; float32 inside, one cast at the end."""
@@ -55,7 +57,11 @@ class HyperConnectionKernel(Protocol):
 
 def bind(device: torch.device, dtype: torch.dtype, num_streams: int) -> HyperConnectionKernel:
     """Pick the form for a device and a streams' dtype, once. Raises CapabilityError for too many streams."""
-    if device.type != "cpu" or dtype != torch.float32:
+    if device.type == "cuda":
+        from dsparkd.kernels.cuda.hyper_connection import TritonHyperConnection  # a cpu start imports no triton
+
+        return TritonHyperConnection(num_streams)
+    if dtype != torch.float32:
         return TorchHyperConnection()
     if num_streams > MAX_STREAMS:
         raise CapabilityError(
@@ -65,12 +71,12 @@ def bind(device: torch.device, dtype: torch.dtype, num_streams: int) -> HyperCon
 
 
 class TorchHyperConnection:
-    """The reference, and the form for cuda and for bfloat16."""
+    """The reference, and the form for the cpu in bfloat16."""
 
     def collapse(self, streams: Tensor, raw: Tensor, mixing: Mixing) -> Collapsed:
         """See HyperConnectionKernel."""
         streams32 = streams.float()
-        weights = raw * _inverse_rms(streams32.flatten(1), mixing.norm_eps)
+        weights = _total(raw) * _inverse_rms(streams32.flatten(1), mixing.norm_eps)
         pre, post, comb = mixing_weights(weights, mixing)
         collapsed = weighted_sum(streams32, pre).to(streams.dtype).float()
         normed = (collapsed * _inverse_rms(collapsed, mixing.norm_eps)).mul_(mixing.norm)
@@ -89,9 +95,10 @@ class CpuHyperConnection:
         """See HyperConnectionKernel."""
         T, S, D = streams.shape
         collapsed = Collapsed(streams.new_empty((T, D)), streams.new_empty((T, S)), streams.new_empty((T, S, S)))
+        total = _total(raw)  # kept: it is the memory behind the pointer
         lib.dsparkd_collapse(
             floats(streams),
-            floats(raw),
+            floats(total),
             floats(mixing.scale),
             floats(mixing.base),
             floats(mixing.norm),
@@ -147,6 +154,14 @@ def weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
     total = streams[:, 0] * weights[:, 0:1]
     for s in range(1, streams.shape[1]):
         total.add_(streams[:, s] * weights[:, s : s + 1])
+    return total
+
+
+def _total(parts: Tensor) -> Tensor:
+    """Sum over the first dimension in ascending order; the part itself where there is one."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
     return total
 
 

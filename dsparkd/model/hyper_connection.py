@@ -5,6 +5,8 @@ Letters: T tokens, S streams, D width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class HyperConnection:
 
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, part: str) -> None:
         S = config.hc_mult
-        self._project = Linear(source.float32(f"{prefix}.hc_{part}_fn"))  # S * D -> (2 + S) * S
+        self._product = _product(source.float32(f"{prefix}.hc_{part}_fn"), source.dtype)
         pre, post, comb = source.float32(f"{prefix}.hc_{part}_scale").unbind()
         self._mixing = kernel.Mixing(
             scale=torch.cat((pre.expand(S), post.expand(S), comb.expand(S * S))),
@@ -37,7 +39,7 @@ class HyperConnection:
 
     def collapse(self, streams: Tensor) -> Collapsed:
         """streams [T, S, D] -> the sublayer's normed input [T, D] in the streams' dtype, and the way back."""
-        return self._kernel.collapse(streams, self._project(streams.float().flatten(1)), self._mixing)
+        return self._kernel.collapse(streams, self._product(streams), self._mixing)
 
     def expand(self, output: Tensor, streams: Tensor, collapsed: Collapsed) -> Tensor:
         """output [T, D], streams [T, S, D] -> the next streams, float32 inside, one cast."""
@@ -61,3 +63,13 @@ class HyperHead:
         raw = self._project(flat).mul_(inverse_rms(flat, self._norm_eps))
         weights = sigmoid(raw.mul_(self._scale).add_(self._base)).add_(self._eps)
         return kernel.weighted_sum(streams32, weights).to(streams.dtype)
+
+
+def _product(weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Bind a mixing matrix [O, S * D] float32: streams [T, S, D] -> their product with it, in parts [P, T, O]."""
+    if weight.is_cuda:
+        from dsparkd.kernels.cuda.hyper_connection import TritonProduct  # a cpu start imports no triton
+
+        return TritonProduct(weight, dtype)
+    linear = Linear(weight)
+    return lambda streams: linear(streams.float().flatten(1))[None]

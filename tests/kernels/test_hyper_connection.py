@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import CapabilityError
+from dsparkd.kernels.cuda.hyper_connection import TritonHyperConnection
 from dsparkd.kernels.hyper_connection import (
     MAX_STREAMS,
     Collapsed,
@@ -54,16 +55,26 @@ def test_a_collapse_follows_the_definition(
     """Epsilon on pre and comb and not on post; columns normalised last; the norm's weight before the cast."""
     mixing = make_mixing(streams, width, iterations)
     x, raw = noise(33, streams, width, seed=4), 20 * noise(33, (2 + streams) * streams, seed=5)
-    got = form.collapse(x, raw, mixing)
+    got = form.collapse(x, raw[None], mixing)
     for ours, exact in zip((got.input, got.post, got.comb), reference(x, raw, mixing), strict=True):
         assert torch.allclose(ours.double(), exact, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_the_product_are_added(form: HyperConnectionKernel) -> None:
+    """In ascending order, so that the parts of a token give the same bits wherever they were made."""
+    mixing, x, raw = make_mixing(4, 16), noise(16, 4, 16), noise(3, 16, 24, seed=5)
+    got = form.collapse(x, raw, mixing)
+    whole = form.collapse(x, ((raw[0] + raw[1]) + raw[2])[None], mixing)
+    assert torch.equal(got.input, whole.input)
+    assert torch.equal(got.comb, whole.comb)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_that_saturate_stay_finite(form: HyperConnectionKernel) -> None:
     """e^x is clipped and not infinite."""
     mixing = make_mixing(4, 16)
-    got = form.collapse(noise(16, 4, 16), 1e4 * noise(16, 24, seed=5), mixing)
+    got = form.collapse(noise(16, 4, 16), 1e4 * noise(1, 16, 24, seed=5), mixing)
     assert all(part.isfinite().all() for part in (got.input, got.post, got.comb))
     assert got.post.min() >= 0
     assert got.post.max() <= 2
@@ -86,7 +97,7 @@ def test_bits_do_not_depend_on_the_batch(width: int) -> None:
 
     def run(at: int, size: int) -> Tensor:
         part = slice(at, at + size)
-        collapsed = form.collapse(streams[part], raw[part], mixing)
+        collapsed = form.collapse(streams[part], raw[None, part], mixing)
         return torch.cat((form.expand(output[part], streams[part], collapsed).flatten(1), collapsed.input), 1)
 
     whole = run(0, 48)
@@ -98,6 +109,9 @@ def test_the_form_follows_device_and_dtype() -> None:
     """One decision, when the model is built."""
     assert isinstance(bind(torch.device("cpu"), torch.float32, 4), CpuHyperConnection)
     assert isinstance(bind(torch.device("cpu"), torch.bfloat16, 4), TorchHyperConnection)
-    assert isinstance(bind(torch.device("cuda"), torch.float32, 4), TorchHyperConnection)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(bind(torch.device("cuda"), dtype, 4), TritonHyperConnection)
+    with pytest.raises(CapabilityError):
+        bind(torch.device("cuda"), torch.bfloat16, 3)
     with pytest.raises(CapabilityError):
         bind(torch.device("cpu"), torch.float32, MAX_STREAMS + 1)

@@ -11,16 +11,12 @@ from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda.attention import TritonAttention, norm_and_rotate
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
+from tests.kernels.cuda.values import DTYPES, close, noise
 
-DTYPES = [torch.float32, torch.bfloat16]
 W, E, RING, POOL = 48, 192, 60, 300  # window, entry columns, rows of ring and pages
 COUNTS = [0, 1, 64, 65, 130, 192, 0]
 FIRST = [47, 5, 0, 33, 0, 0, 48]  # the last token sees nothing: padding
 N = len(COUNTS)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rotation_of(tokens: int, rotary: int) -> Rotation:
@@ -60,12 +56,6 @@ class Case:
         output = torch.full_like(queries, torch.nan)
         form.attend(queries, window, entries, moved(self.sink), inverse, output)
         return output.cpu()
-
-
-def close(got: Tensor, expected: Tensor) -> bool:
-    """Within float32's rounding, or within two roundings of bfloat16: the shares' and the result's."""
-    bound = 2e-5 if got.dtype == torch.float32 else 2.0**-7
-    return bool(((got.double() - expected.double()).abs() <= bound * (1 + expected.double().abs())).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
