@@ -391,6 +391,34 @@ def test_a_slow_last_step_is_given_up(info: xgrammar.TokenizerInfo, slow: xgramm
     masker.masker.close()
 
 
+def test_d16_a_grammar_that_is_stuck_behind_a_draft_costs_its_request_and_nobody_else(
+    info: xgrammar.TokenizerInfo, slow: xgrammar.CompiledGrammar
+) -> None:
+    """D-16, D-17: the grammar begins behind the draft that ends the reasoning, with a step that does not end.
+
+    The reasoning could go on, but nothing may be asked of this grammar any more, so its request ends here.
+    """
+    pool = open_traversal("native", 1, info)
+    masker = Desk(pool, 4, 5, timeout_s=0.05, hang_s=60.0, think_end_id=THINK_END)
+    never, quick = slow_matcher(slow), matcher_of(info, 'root ::= "xy"')
+    thinking = dataclasses.replace(row("slow", never), is_thinking=True)
+    masks = masker.fill([thinking, row("quick", quick)], [(THINK_END, LONG), tuple(b"xy")])
+    assert masks is not None
+    assert pool.stuck()[0] == 1
+    assert {index: failure.code for index, failure in masks.failures.items()} == {0: "grammar_traversal_timeout"}
+    assert never.is_stuck
+    assert masks.rows[0] == Held(0, 1, 1)
+    assert masks.rows[1].usable >= 1, "it came late, which shortens its chain at most"
+    assert (masks.words[:5] == -1).all()
+    assert ids_of(masks.words)[5] == {ord("x")}
+    quick.queue(tuple(b"x"))
+    masks = masker.fill([row("quick", quick)], [tuple(b"y")])
+    assert masks is not None
+    assert (masks.failures, ids_of(masks.words)[0]) == ({}, {ord("y")})
+    wait_for_the_end(pool)
+    masker.masker.close()
+
+
 def test_a_pool_may_be_closed_over_a_step_that_still_runs(
     info: xgrammar.TokenizerInfo, slow: xgrammar.CompiledGrammar
 ) -> None:

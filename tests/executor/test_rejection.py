@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,13 @@ import torch
 from dsparkd.executor import rejection
 from dsparkd.executor.accept import Block, NoiseKeys, accept_coupled, accept_rejection
 from dsparkd.executor.draft import Blocks
-from dsparkd.executor.plan import Speculation
+from dsparkd.executor.plan import Plan, PlanRow, Speculation, StepKind
 from dsparkd.executor.rejection import picker
 from dsparkd.executor.sampler import SampleRow
-from dsparkd.executor.verify import Asked
+from dsparkd.executor.verify import Asked, cut
 from dsparkd.messages import SamplingParams
 from dsparkd.model.dspark import Drafts
-from tests.executor.test_verify import GREEDY, Lab, Text, prefill, prompt
+from tests.executor.test_verify import GREEDY, Lab, Text, plain, prefill, prompt
 
 VOCAB, GAMMA = 16, 3
 
@@ -143,3 +145,65 @@ def test_a_step_that_drafts_lets_the_configured_rule_choose(
     (output,) = lab.step([text.row()], Speculation(5, (6, 0)))
 
     assert (output.token_ids == (5, 5, 5)) != is_coupled
+
+
+def compact_lengths(case: Case, room: int, seed: int) -> tuple[int, ...]:
+    """How a compact step with room for so many drafts cuts the case's blocks, by chances of its own."""
+    chances = torch.rand((len(case.drafts), GAMMA), generator=torch.Generator().manual_seed(seed)).cumprod(1)
+    row = Text(prompt(3), GREEDY, 1).row()
+    rows = tuple(dataclasses.replace(row, request_id=str(place)) for place in range(len(case.drafts)))
+    speculation = Speculation(GAMMA, (len(rows) + room, 0), is_compact=True)
+    return cut(Plan(StepKind.DECODE, rows, speculation=speculation), chances.tolist(), 0)
+
+
+@pytest.mark.parametrize("room", [0, 1, 20, 60, 119, 120])
+def test_a_compact_window_accepts_what_the_whole_one_does_as_far_as_it_reaches(case: Case, room: int) -> None:
+    """D-30: cutting a window keeps each draft's fate; only what stands at the cut is drawn instead of judged."""
+    case.drafts = [tuple(ids) for ids in case.ids.tolist()]
+    case.readable = [GAMMA + 1] * 40
+    whole = [case.run(i, ids) for i, ids in enumerate(case.pick(list(range(40))))]
+    lengths = compact_lengths(case, room, seed=room)
+    assert sum(lengths) == room
+    case.drafts = [ids[:length] for ids, length in zip(case.drafts, lengths, strict=True)]
+    case.readable = [length + 1 for length in lengths]
+
+    runs = [case.run(i, ids) for i, ids in enumerate(case.pick(list(range(40))))]
+
+    for run, all_of, length, drafts in zip(runs, whole, lengths, case.drafts, strict=True):
+        if len(all_of) <= length:
+            assert run == all_of, "what refused a draft in front of the cut is the same"
+        else:
+            assert (tuple(run[:length]), len(run)) == (drafts, length + 1)
+
+
+@pytest.mark.parametrize("room", [0, 1, 4, 10])
+def test_greedy_rows_of_compact_steps_get_the_ids_of_plain_decoding(checkpoint: Path, room: int) -> None:
+    """D-30, D-31: end to end under rejection, with right and wrong drafts, windows as long as the step has room."""
+    lab = Lab(checkpoint)
+    lab.executor._is_coupled = False
+
+    def propose(rows: Sequence[PlanRow], num_blocks: tuple[int, int]) -> Blocks:
+        blocks = type(lab.desk).propose(lab.desk, rows, num_blocks)
+        ids = blocks.windows[:, 1:].contiguous()
+        return dataclasses.replace(blocks, drafts=Drafts(ids, torch.zeros((*ids.shape, 320)), blocks.survival))
+
+    lab.desk.propose = propose  # type: ignore[method-assign]
+    targets = [plain(lab, Text(prompt(50, i), GREEDY, 1), 14) for i in range(2)]
+    texts = [Text(target.ids, GREEDY, place) for place, target in enumerate(targets, 1)]
+    prefill(lab, texts)
+    draw = random.Random(room)
+    verified = set()
+    while live := [(text, target) for text, target in zip(texts, targets, strict=True) if len(text.outputs) < 14]:
+        for text, target in live:
+            right = draw.randint(0, 5)
+            block = [*target.outputs[len(text.outputs) :][:right], *(9,) * 5][:5]
+            lab.desk.blocks[str(text.place)] = tuple(block)
+            lab.desk.survival[str(text.place)] = tuple(draw.random() * 0.8**j for j in range(5))
+            lab.desk.survival[str(text.place)] = tuple(sorted(lab.desk.survival[str(text.place)], reverse=True))
+        space = min(room, 5 * len(live))
+        outputs = lab.step([text.row() for text, _ in live], Speculation(5, (len(live) + space, 0), is_compact=True))
+        for (text, _), output in zip(live, outputs, strict=True):
+            verified.add(output.num_verified)
+            text.take(output, 14)
+    assert [text.outputs for text in texts] == [target.outputs for target in targets]
+    assert len(verified) > 1 or room in (0, 10)

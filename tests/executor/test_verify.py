@@ -29,6 +29,7 @@ from dsparkd.messages import SamplingParams
 from dsparkd.model.config import load_model_config
 from dsparkd.model.dspark import Drafts
 from dsparkd.model.weights import load_both_shards
+from dsparkd.native.traversal import Traversal, Walk, WalkStatus
 from dsparkd.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -261,6 +262,66 @@ def test_d16_d24_d25_grammars_hold_drafts_as_they_hold_plain_decoding(
             oracle = lab.matcher(grammar)
             oracle.queue(ids)
             assert oracle.commit()
+
+
+class GivesUp:
+    """A traversal that finds one matcher's step does not end, as the native pool says it."""
+
+    def __init__(self, traversal: Traversal, matcher: Matcher) -> None:
+        self._traversal, self._matcher = traversal, matcher
+
+    def run(self, walk: Walk, deadline_ns: int) -> None:
+        self._traversal.run(walk, deadline_ns)
+        for request in range(walk.num_matchers):
+            if walk.matchers[request] is self._matcher.handle:
+                tree = int(walk.indices[request])
+                walk.mask[tree * walk.num_nodes : (tree + 1) * walk.num_nodes] = -1
+                walk.statuses[request] = WalkStatus.STUCK
+                walk.usable_rows[request] = 0
+
+    def stuck(self) -> tuple[int, int]:
+        return 1, 0
+
+    def close(self) -> None:
+        """Ended by the lab."""
+
+
+@pytest.mark.parametrize("place", [1, 3, GAMMA])
+def test_d16_d17_a_grammar_stuck_behind_a_draft_ends_one_request(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """D-16, D-17: through a whole step and its commit: one error of 504, and both neighbours' ids are as without it."""
+    masker = lab.executor._masker
+    assert masker is not None
+    held = plain(lab, Text(prompt(30), GREEDY, 1, lab.matcher('root ::= "abcdefghijkl"')), 8)
+    free = plain(lab, Text(prompt(40, 8), SEEDED, 1), 8)
+    stuck = lab.matcher('root ::= "ok"')
+    rows = [
+        Text(prompt(25, 4), GREEDY, 1, stuck, thinks=True),
+        Text(held.ids, GREEDY, 2, lab.matcher('root ::= "abcdefghijkl"')),
+        Text(free.ids, SEEDED, 3),
+    ]
+    prefill(lab, rows)
+    monkeypatch.setattr(masker, "_traversal", GivesUp(masker._traversal, stuck))
+    drafts = [50] * GAMMA
+    drafts[place - 1] = THINK_END
+    lab.desk.blocks = {
+        "1": tuple(drafts),
+        "2": held.outputs[1 : 1 + GAMMA],
+        "3": free.outputs[1 : 1 + GAMMA],
+    }
+    outputs = lab.step([text.row() for text in rows], Speculation(GAMMA, (3 * (1 + GAMMA), 0)))
+    failures = [output.failure for output in outputs]
+    assert failures[0] is not None
+    assert (failures[0].status, failures[0].code, failures[1:]) == (504, "grammar_traversal_timeout", [None, None])
+    assert stuck.is_stuck
+    for text, output, target in zip(rows[1:], outputs[1:], (held, free), strict=True):
+        text.take(output, 8)
+        assert text.outputs == target.outputs[: len(text.outputs)]
+        assert len(text.outputs) == 2 + GAMMA
+    (output,) = lab.step([rows[1].row()])
+    rows[1].take(output, 8)
+    assert rows[1].outputs == held.outputs
 
 
 def test_d19_acceptance_stops_where_the_masks_do(lab: Lab) -> None:
