@@ -1,7 +1,8 @@
-"""One shard's routed experts for a batch of rows: torch form, and C form for the cpu in float32.
+"""One shard's routed experts for a batch of rows: torch form, C form for the cpu in float32, Triton form for cuda.
 
 A decode step gives each expert a few rows: then the time is that of reading the weights, and the C form reads them
-once, for exactly the rows there are. It serves large loads too: which form runs must not depend on the batch.
+once, for exactly the rows there are. It serves large loads too: which form runs must not depend on the batch. The
+Triton form reads packed weights as they are stored, and nothing back to the host.
 
 Letters: R rows, k experts a row, D width, I expert width.
 """
@@ -21,18 +22,19 @@ from dsparkd.kernels._cpu import ffi, lib
 from dsparkd.kernels.panels import in_panels
 from dsparkd.kernels.pointers import floats, short_integers
 from dsparkd.kernels.tiles import ROW_TILE
+from dsparkd.kernels.weight import Weight, decode
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShard:
-    """Experts first .. first + len(w13) - 1: w13[e] [D, 2I], gate columns first; w2[e] [I, D]; contiguous.
+    """Experts first .. first + len(w13) - 1: w13[e] [2I, D], gate rows first; w2[e] [D, I].
 
-    limit clamps the gate from above and the up half on both sides.
+    All w13 have one format, and all w2. limit clamps the gate from above and the up half on both sides.
     """
 
     first: int
-    w13: tuple[Tensor, ...]
-    w2: tuple[Tensor, ...]
+    w13: tuple[Weight, ...]
+    w2: tuple[Weight, ...]
     limit: float
 
 
@@ -48,8 +50,12 @@ class ExpertsKernel(Protocol):
 
 def bind(shard: ExpertShard) -> ExpertsKernel:
     """Pick the form for the shard's device and dtype, once."""
-    weight = shard.w13[0]
-    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+    values = shard.w13[0].values
+    if values.device.type == "cuda":
+        from dsparkd.kernels.cuda.experts import TritonExperts  # a start on the cpu loads no compiler
+
+        return TritonExperts(shard)
+    if values.dtype == torch.float32:
         return CpuExperts(shard)
     return TorchExperts(shard)
 
@@ -60,11 +66,11 @@ class CpuExperts:
     def __init__(self, shard: ExpertShard) -> None:
         self._first, self._count, self._limit = shard.first, len(shard.w13), shard.limit
         # Kept: they are the memory behind the pointers.
-        self._panels = [in_panels(weight) for weight in (*shard.w13, *shard.w2)]
+        self._panels = [in_panels(weight.values.t()) for weight in (*shard.w13, *shard.w2)]
         pointers = [floats(panels) for panels in self._panels]
         self._w13 = ffi.new("float *[]", pointers[: self._count])
         self._w2 = ffi.new("float *[]", pointers[self._count :])
-        self._expert_width = shard.w2[0].shape[0]
+        self._expert_width = shard.w2[0].shape[1]
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel."""
@@ -91,29 +97,36 @@ class CpuExperts:
 
 
 class TorchExperts:
-    """The reference, and the form for cuda and for bfloat16: one product an expert, over whole row tiles."""
+    """The reference, and the form for bfloat16 on the cpu: one product an expert, over whole row tiles.
 
-    def __init__(self, shard: ExpertShard) -> None:
-        self._shard = shard
+    dtype: of the dense weights that packed ones are decoded to.
+    """
+
+    def __init__(self, shard: ExpertShard, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._first, self._limit = shard.first, shard.limit
+        # As products of few rows read them fastest: w13[e] [D, 2I], w2[e] [I, D].
+        self._w13, self._w2 = (
+            [decode(weight, dtype).t().contiguous() for weight in weights] for weights in (shard.w13, shard.w2)
+        )
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel."""
-        shard, device = self._shard, x.device
-        # The only host read of the forward pass: the experts' loads decide which products run.
-        tiles = _Tiles(expert_ids.cpu().numpy(), shard.first, len(shard.w13))
+        device = x.device
+        # A host read: the experts' loads decide which products run.
+        tiles = _Tiles(expert_ids.cpu().numpy(), self._first, len(self._w13))
         if not tiles.num_rows:
             return torch.zeros(x.shape, dtype=torch.float32, device=device)
         inputs = x.index_select(0, torch.from_numpy(tiles.tokens).to(device))
-        hidden = inputs.new_empty((tiles.num_rows, shard.w13[0].shape[1]))
+        hidden = inputs.new_empty((tiles.num_rows, self._w13[0].shape[1]))
         for expert, part in tiles.parts:
-            torch.mm(inputs[part], shard.w13[expert], out=hidden[part])
+            torch.mm(inputs[part], self._w13[expert], out=hidden[part])
         own_shares = shares.reshape(-1, 1).index_select(0, torch.from_numpy(tiles.choices).to(device))
-        activated = swiglu(hidden, shard.limit).mul_(own_shares).to(x.dtype)
+        activated = swiglu(hidden, self._limit).mul_(own_shares).to(x.dtype)
         # One row more, of zeros, stands for every choice that the other shard serves.
         outputs = activated.new_empty((tiles.num_rows + 1, x.shape[1]))
         outputs[-1] = 0
         for expert, part in tiles.parts:
-            torch.mm(activated[part], shard.w2[expert], out=outputs[part])
+            torch.mm(activated[part], self._w2[expert], out=outputs[part])
         total: Tensor | None = None
         for choice in torch.from_numpy(tiles.places).to(device):  # k of [R]
             served = outputs.index_select(0, choice).float()

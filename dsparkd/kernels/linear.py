@@ -1,7 +1,8 @@
-"""Product of rows with a weight: the library's, and a C form for the cpu in float32.
+"""Product of rows with a weight: the library's, a C form for the cpu in float32, a Triton form for cuda.
 
 The C form computes each element as one chain of multiply-adds, so a row's bits depend on nothing but the row, and at
-the widths and few rows of a decode step it is faster than the library.
+the widths and few rows of a decode step it is faster than the library. The Triton form reads packed weights as they are
+stored and adds in one order, whatever the number of rows; the library's products on cuda do not.
 """
 
 from __future__ import annotations
@@ -15,24 +16,35 @@ from dsparkd.errors import CapabilityError
 from dsparkd.kernels._cpu import lib
 from dsparkd.kernels.panels import in_panels
 from dsparkd.kernels.pointers import floats
+from dsparkd.kernels.weight import Weight
 
 
 class LinearKernel(Protocol):
     """What `bind` returns."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [M, I] contiguous, in the weight's dtype -> [M, O]; M is a multiple of ROW_TILE."""
+        """x [M, I] contiguous -> [M, O]; M is a multiple of ROW_TILE.
+
+        x is in the weight's dtype, bfloat16 for a packed one; so is the product, unless float32 was asked for.
+        """
 
 
-def bind(operand: Tensor) -> LinearKernel:
-    """Pick the form for a weight [I, O], contiguous, once."""
-    if operand.device.type == "cpu" and operand.dtype == torch.float32:
+def bind(weight: Weight, *, wide: bool = False) -> LinearKernel:
+    """Pick the form for a weight [O, I], once. wide: the product is float32, whatever the weight's dtype."""
+    if weight.values.device.type == "cuda":
+        from dsparkd.kernels.cuda.linear import TritonLinear  # a start on the cpu loads no compiler
+
+        return TritonLinear(weight, wide=wide)
+    # As products of few rows read it fastest.
+    operand = weight.values.t().contiguous()
+    if operand.dtype == torch.float32:
         return CpuLinear(operand)
+    assert not wide, "on the cpu, weights of products in float32 are float32"
     return TorchLinear(operand)
 
 
 class TorchLinear:
-    """The reference, and the form for cuda and for bfloat16."""
+    """The reference, and the form for bfloat16 on the cpu; operand [I, O], contiguous."""
 
     def __init__(self, operand: Tensor) -> None:
         self._operand = operand
@@ -43,7 +55,7 @@ class TorchLinear:
 
 
 class CpuLinear:
-    """One C call; float32, one thread."""
+    """One C call; float32, one thread; operand [I, O]."""
 
     def __init__(self, operand: Tensor) -> None:
         self._panels = in_panels(operand)  # kept: it is the memory behind the pointer

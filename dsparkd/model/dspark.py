@@ -22,7 +22,7 @@ from dsparkd.kernels.tiles import ROW_TILE
 from dsparkd.model.attention import Projections, Rotations
 from dsparkd.model.config import DSparkConfig, ModelConfig
 from dsparkd.model.hyper_connection import HyperConnection, HyperHead
-from dsparkd.model.layers import Linear, WeightSource, main_rotary, rms_norm, sigmoid
+from dsparkd.model.layers import Linear, WeightSource, WideLinear, main_rotary, rms_norm, sigmoid
 from dsparkd.model.moe import ExpertExchange, MoE
 from dsparkd.model.transformer import Transformer
 
@@ -115,14 +115,14 @@ class Drafter:
         self.dtype = source.dtype
         self.device = source.device
         self._embedding, self._head = target.embedding, target.head
-        self._main_proj = Linear(source.linear("mtp.0.main_proj"))
+        self._main_proj = Linear(source.weight("mtp.0.main_proj"))
         self._main_norm = source.float32("mtp.0.main_norm.weight")
         self.stages = [Stage(config, source, stage, rank) for stage in range(self.dspark.num_stages)]
         last = f"mtp.{self.dspark.num_stages - 1}."
         self._head_connection = HyperHead(config, source, last)
         self._norm = source.float32(f"{last}norm.weight")
         self._markov_in = source.float32(f"{last}markov_head.markov_w1.weight")  # [V, M]
-        self._markov_out = Linear(source.float32(f"{last}markov_head.markov_w2.weight"))  # M -> V
+        self._markov_out = WideLinear(source.exact(f"{last}markov_head.markov_w2.weight"))  # M -> V
         self._confidence = Linear(source.float32(f"{last}confidence_head.proj.weight"))  # D + M -> 1
         self._temperatures = torch.tensor(self.dspark.confidence_temperatures, device=self.device)
         self._rotary = main_rotary(config, self.device)
@@ -169,7 +169,7 @@ class Drafter:
             streams = stage.forward(streams, rows, ring, exchange)
         hidden = self._head_connection.collapse(streams)
         normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return hidden[: rows.num_tokens], self._head(normed.float())[: rows.num_tokens]
+        return hidden[: rows.num_tokens], self._head(normed)[: rows.num_tokens]
 
     def _lay_out(self, inputs: DraftInputs) -> _Rows:
         """Flatten the blocks, one behind the other, and pad with noise at position 0."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsparkd.kernels import linear as kernel
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.weight import Weight, dense, stacked
 from dsparkd.model.config import ModelConfig, YarnScaling
 
 
@@ -25,6 +26,12 @@ class WeightSource(Protocol):
 
     dtype: torch.dtype  # of activations and linears
     device: torch.device
+
+    def weight(self, name: str) -> Weight:
+        """Weight [O, I] of the linear NAME as its products read it: packed, or in the model's dtype."""
+
+    def exact(self, name: str) -> Tensor:
+        """The tensor NAME for a WideLinear: every stored bit, in float32 or in the dtype that kernels multiply."""
 
     def linear(self, name: str) -> Tensor:
         """Weight [O, I] of the linear NAME in the model's dtype, dequantised."""
@@ -36,20 +43,31 @@ class WeightSource(Protocol):
         """The int64 tensor NAME."""
 
 
-def transposed(*weights: Tensor) -> Tensor:
-    """Stack weights [O, I] by their outputs and lay them out as [I, O], as products of few rows read them fastest."""
-    return torch.cat(weights).t().contiguous()
-
-
 class Linear:
-    """Product with stacked weights [O, I], in their dtype. The model has no biases."""
+    """Product with stacked weights [O, I] of one format, in the model's dtype. The model has no biases."""
 
-    def __init__(self, *weights: Tensor) -> None:
-        self._kernel = kernel.bind(transposed(*weights))
+    def __init__(self, *weights: Weight | Tensor) -> None:
+        parts = [weight if isinstance(weight, Weight) else dense(weight) for weight in weights]
+        self._kernel = kernel.bind(stacked(parts))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, I] contiguous -> [M, O], the weights' outputs side by side; M is a multiple of ROW_TILE."""
         return self._kernel(x)
+
+
+class WideLinear:
+    """Product in float32 with stacked weights [O, I] of `WeightSource.exact`, of values in the model's dtype.
+
+    Products of two bfloat16 values are exact in float32: the matrix unit adds what float32 arithmetic would.
+    """
+
+    def __init__(self, *weights: Tensor) -> None:
+        self._dtype = weights[0].dtype
+        self._kernel = kernel.bind(stacked([dense(weight) for weight in weights]), wide=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, I] contiguous, in the model's dtype -> [M, O] float32; M is a multiple of ROW_TILE."""
+        return self._kernel(x.to(self._dtype))
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import experts as kernel
+from dsparkd.kernels.weight import stacked
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import Linear, WeightSource, sqrt_softplus, transposed
+from dsparkd.model.layers import Linear, WeightSource, WideLinear, sqrt_softplus
 
 NUM_SHARDS = 2
 
@@ -46,10 +47,8 @@ class Experts:
         self._kernel = kernel.bind(
             kernel.ExpertShard(
                 first=ids.start,
-                w13=tuple(
-                    transposed(source.linear(f"{prefix}.{e}.w1"), source.linear(f"{prefix}.{e}.w3")) for e in ids
-                ),
-                w2=tuple(transposed(source.linear(f"{prefix}.{e}.w2")) for e in ids),
+                w13=tuple(stacked([source.weight(f"{prefix}.{e}.{w}") for w in ("w1", "w3")]) for e in ids),
+                w2=tuple(source.weight(f"{prefix}.{e}.w2") for e in ids),
                 limit=config.swiglu_limit,
             )
         )
@@ -83,17 +82,17 @@ class MoE:
         self._limit = config.swiglu_limit
         self._dtype = source.dtype
         self._packed_width = config.hidden_size * source.dtype.itemsize // 4 + 2 * self._top_k
-        self._gate = Linear(source.float32(f"{name}.gate.weight"))
+        self._gate = WideLinear(source.exact(f"{name}.gate.weight"))
         self._table = source.integer(f"{name}.gate.tid2eid") if hashed else None
         self._bias = None if hashed else source.float32(f"{name}.gate.bias")
         shared = f"{name}.shared_experts"
-        self._shared_w13 = Linear(source.linear(f"{shared}.w1"), source.linear(f"{shared}.w3"))
-        self._shared_w2 = Linear(source.linear(f"{shared}.w2"))
+        self._shared_w13 = Linear(source.weight(f"{shared}.w1"), source.weight(f"{shared}.w3"))
+        self._shared_w2 = Linear(source.weight(f"{shared}.w2"))
         self.experts = Experts(config, source, f"{name}.experts", rank)
 
     def forward(self, x: Tensor, input_ids: Tensor, num_tokens: int, exchange: ExpertExchange) -> Tensor:
         """x [T, D], normed; input_ids [T]; tokens from num_tokens on are padding -> [T, D]."""
-        weights, expert_ids = self._route(x.float(), input_ids)
+        weights, expert_ids = self._route(x, input_ids)
         expert_ids[num_tokens:] = self._num_experts  # no expert's id: padding goes nowhere
         partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, weights, expert_ids))))
         activated = kernel.swiglu(self._shared_w13(x), self._limit).to(self._dtype)
@@ -105,9 +104,9 @@ class MoE:
         rows = exchange.gather(torch.empty((0, self._packed_width), dtype=torch.float32, device=device))
         exchange.combine(self.experts.partial(rows))
 
-    def _route(self, x32: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, k] float32 and expert ids [T, k] int64, ascending by expert."""
-        scores = sqrt_softplus(self._gate(x32))
+        scores = sqrt_softplus(self._gate(x))
         if self._table is not None:
             chosen = self._table.index_select(0, input_ids)
         else:

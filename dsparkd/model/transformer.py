@@ -15,7 +15,7 @@ from dsparkd.model.attention import Attention, Rotations
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.hyper_connection import HyperConnection, HyperHead
 from dsparkd.model.inputs import ForwardInputs
-from dsparkd.model.layers import Linear, WeightSource, compressed_rotary, main_rotary, ordered_sum, rms_norm
+from dsparkd.model.layers import WeightSource, WideLinear, compressed_rotary, main_rotary, ordered_sum, rms_norm
 from dsparkd.model.moe import ExpertExchange, MoE
 
 
@@ -60,7 +60,7 @@ class Transformer:
         self.blocks = [Block(config, source, layer, rank) for layer in range(config.num_hidden_layers)]
         self._head_connection = HyperHead(config, source, "")
         self._norm = source.float32("norm.weight")
-        self.head = Linear(source.float32("head.weight"))  # the product is float32: its weight is stored so
+        self.head = WideLinear(source.exact("head.weight"))
         self._main_rotary = main_rotary(config, device)
         self._compressed_rotary = compressed_rotary(config, device)
 
@@ -96,4 +96,4 @@ class Transformer:
             return torch.empty((0, self.config.vocab_size), device=self.device)
         hidden = self._head_connection.collapse(streams.index_select(0, inputs.logit_rows))
         hidden = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return self.head(hidden.float())[: inputs.num_logits]
+        return self.head(hidden)[: inputs.num_logits]

@@ -1,6 +1,7 @@
-"""safetensors -> parameters: the official layout, dequantised; none missing, none left over.
+"""safetensors -> parameters: the official layout; none missing, none left over.
 
-Files are memory-mapped; a rank reads the common tensors and its own half of the routed experts.
+Files are memory-mapped; a rank reads the common tensors and its own half of the routed experts. On cuda in bfloat16
+quantised weights stay packed; elsewhere they are dequantised.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsparkd.errors import CheckpointError, InvariantError
+from dsparkd.kernels.weight import Format, Weight, decode_e8m0, decode_fp4, decode_fp8, dense
 from dsparkd.model.checkpoint import (
-    FP4_GROUP,
     FP8_BLOCK,
     StoredDtype,
     TensorSpec,
@@ -31,9 +32,6 @@ from dsparkd.model.moe import NUM_SHARDS, Experts, LocalExpertExchange
 from dsparkd.model.transformer import Transformer
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
-
-# E2M1 by its 4 bits: sign, two of exponent, one of mantissa.
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def load_transformer(
@@ -130,6 +128,7 @@ class Checkpoint:
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self._keeps_packed = device.type == "cuda" and dtype == torch.bfloat16
         self._progress = progress
         self._files = {path.name: _open(path) for path in _list_files(directory)}
         try:
@@ -156,6 +155,23 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
+
+    def weight(self, name: str) -> Weight:
+        """Weight [O, I] of the linear NAME as its products read it: packed where kernels unpack, else dense."""
+        if not self._keeps_packed or f"{name}.scale" not in self._specs:
+            return dense(self.linear(name))
+        stored = self._read(f"{name}.weight")
+        codes = self._read(f"{name}.scale").view(torch.uint8)
+        if stored.dtype == torch.int8:
+            return Weight(Format.FP4, self._place(stored.view(torch.uint8)), self._place(codes))
+        per_row = codes.repeat_interleave(FP8_BLOCK, 0)[: stored.shape[0]]
+        return Weight(Format.FP8, self._place(stored.view(torch.uint8)), self._place(per_row))
+
+    def exact(self, name: str) -> Tensor:
+        """The tensor NAME for products in float32: in bfloat16 where it is stored so and kernels multiply that."""
+        stored = self._read(name)
+        keeps = self._keeps_packed and stored.dtype == torch.bfloat16
+        return self._place(stored, torch.bfloat16 if keeps else torch.float32)
 
     def linear(self, name: str) -> Tensor:
         """Weight [O, I] of the linear NAME in the model's dtype, dequantised."""
@@ -189,7 +205,7 @@ class Checkpoint:
             self._progress(self._read_bytes, self._total_bytes)
         return tensor
 
-    def _place(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def _place(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Copy to the device, always: the file's mapping ends with this object."""
         placed = tensor.to(device=self.device, dtype=dtype, copy=True)
         self.placed_bytes += placed.numel() * placed.itemsize
@@ -231,28 +247,6 @@ class Checkpoint:
     def _close(self) -> None:
         for file in self._files.values():
             file.__exit__(None, None, None)
-
-
-def decode_e8m0(codes: Tensor) -> Tensor:
-    """Bytes b, uint8 of any shape -> 2 ** (b - 127) float32; 255 is NaN."""
-    bits = codes.int() << 23
-    bits = torch.where(codes == 0, 1 << 22, bits)  # 2 ** -127 is subnormal
-    return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
-
-
-def decode_fp8(weight: Tensor, scale: Tensor) -> Tensor:
-    """weight [O, I] float8_e4m3fn, scale [ceil(O/128), ceil(I/128)] float32 -> [O, I] float32."""
-    rows, columns = weight.shape
-    tall = scale.repeat_interleave(FP8_BLOCK, 0)[:rows]
-    return weight.float() * tall.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-
-
-def decode_fp4(weight: Tensor, scale: Tensor) -> Tensor:
-    """weight [O, I/2] int8, two codes a byte, even column low; scale [O, ceil(I/32)] float32 -> [O, I] float32."""
-    codes = weight.view(torch.uint8)
-    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
-    values = torch.tensor(FP4_VALUES)[pairs.long()]
-    return values * scale.repeat_interleave(FP4_GROUP, 1)[:, : values.shape[1]]
 
 
 def _wanted(spec: TensorSpec, part: Use, ranks: tuple[int, ...], per_rank: int) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.experts import CpuExperts, ExpertShard, TorchExperts, bind
+from dsparkd.kernels.weight import dense
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -14,8 +15,8 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def make_shard(width: int, expert_width: int, first: int = 3, count: int = 5, limit: float = 1.5) -> ExpertShard:
-    w13 = tuple(noise(width, 2 * expert_width, seed=e) / width**0.5 for e in range(count))
-    w2 = tuple(noise(expert_width, width, seed=100 + e) / expert_width**0.5 for e in range(count))
+    w13 = tuple(dense(noise(2 * expert_width, width, seed=e) / width**0.5) for e in range(count))
+    w2 = tuple(dense(noise(width, expert_width, seed=100 + e) / expert_width**0.5) for e in range(count))
     return ExpertShard(first, w13, w2, limit)
 
 
@@ -33,9 +34,9 @@ def reference(shard: ExpertShard, x: Tensor, ids: Tensor, shares: Tensor) -> Ten
         for expert, share in zip(ids[r].tolist(), shares[r].double(), strict=True):
             e = expert - shard.first
             if 0 <= e < len(shard.w13):
-                gate, up = (x[r].double() @ shard.w13[e].double()).chunk(2)
+                gate, up = (shard.w13[e].values.double() @ x[r].double()).chunk(2)
                 hidden = torch.nn.functional.silu(gate.clamp(max=shard.limit)) * up.clamp(-shard.limit, shard.limit)
-                total[r] += share * (hidden @ shard.w2[e].double())
+                total[r] += share * (shard.w2[e].values.double() @ hidden)
     return total
 
 
@@ -78,7 +79,6 @@ def test_the_form_follows_the_weights() -> None:
     """float32 on the cpu runs in C; bfloat16 runs in torch."""
     shard = make_shard(64, 32)
     assert isinstance(bind(shard), CpuExperts)
-    half = ExpertShard(
-        shard.first, tuple(w.bfloat16() for w in shard.w13), tuple(w.bfloat16() for w in shard.w2), shard.limit
-    )
+    w13, w2 = (tuple(dense(weight.values.bfloat16()) for weight in weights) for weights in (shard.w13, shard.w2))
+    half = ExpertShard(shard.first, w13, w2, shard.limit)
     assert isinstance(bind(half), TorchExperts)

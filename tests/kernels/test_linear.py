@@ -9,6 +9,7 @@ from torch import Tensor
 from dsparkd.errors import CapabilityError
 from dsparkd.kernels import linear
 from dsparkd.kernels.linear import CpuLinear, TorchLinear, bind, require_row_invariance
+from dsparkd.kernels.weight import dense
 
 # Widths that fill 64, 16 and 8 columns, and odd ends.
 SHAPES = [(256, 344), (128, 1024), (1024, 24), (96, 40), (40, 509), (7, 1), (50, 66)]
@@ -49,8 +50,9 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_row_tiles_in_the_library(inn
 
 def test_the_form_follows_the_weight() -> None:
     """float32 on the cpu runs in C."""
-    assert isinstance(bind(noise(4, 4)), CpuLinear)
-    assert isinstance(bind(noise(4, 4).bfloat16()), TorchLinear)
+    assert isinstance(bind(dense(noise(4, 4))), CpuLinear)
+    assert isinstance(bind(dense(noise(4, 4)), wide=True), CpuLinear)
+    assert isinstance(bind(dense(noise(4, 4).bfloat16())), TorchLinear)
 
 
 class Uneven(CpuLinear):

@@ -13,6 +13,7 @@ from dsparkd.model.config import YarnScaling
 from dsparkd.model.layers import (
     Linear,
     RotaryEmbedding,
+    WideLinear,
     inverse_rms,
     ordered_sum,
     rms_norm,
@@ -120,3 +121,11 @@ def test_a_linear_stacks_its_weights() -> None:
     """One product gives the outputs of several weights side by side."""
     first, second, x = noise(24, 40), noise(8, 40, seed=1), noise(16, 40, seed=2)
     assert torch.allclose(Linear(first, second)(x), torch.cat((x @ first.t(), x @ second.t()), 1), atol=1e-5)
+
+
+def test_a_wide_linear_multiplies_in_float32_what_the_model_holds_in_bfloat16() -> None:
+    """The product of a bfloat16 row is that of the same row in float32, to the bit."""
+    weight, x = noise(24, 40), noise(16, 40, seed=2).bfloat16()
+    got = WideLinear(weight)(x)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, Linear(weight)(x.float()))

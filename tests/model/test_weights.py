@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsparkd.errors import CheckpointError, InvariantError
+from dsparkd.kernels.weight import decode_e8m0, decode_fp4, decode_fp8
 from dsparkd.model.checkpoint import Use, expected_tensors
 from dsparkd.model.config import load_model_config, parse_model_config
-from dsparkd.model.weights import Checkpoint, decode_e8m0, decode_fp4, decode_fp8, load_transformer
+from dsparkd.model.weights import Checkpoint, load_transformer
 from tests.model.values import small_values
 from tools.number_formats import encode_fp4, encode_fp8
 from tools.oracle import read_official

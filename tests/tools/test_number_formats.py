@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.model.weights import FP4_VALUES, decode_e8m0, decode_fp4, decode_fp8
+from dsparkd.kernels.weight import FP4_VALUES, decode_e8m0, decode_fp4, decode_fp8
 from tools.number_formats import (
     E2M1,
     E4M3,

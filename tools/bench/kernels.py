@@ -1,0 +1,137 @@
+"""Times every Triton kernel at the released geometry, against the memory or arithmetic floor of one GPU.
+
+    python -m tools.bench kernels [--only PREFIX] [--out FILE] [--json]
+
+The floor is the larger of the bytes that have to move over the copy bandwidth measured on this GPU, and of the
+operations over the matrix rate measured on it. Times are medians of runs captured into a CUDA graph; before each run
+the cache is filled with other bytes, as the weights of other layers do between two runs of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tools.kernel_cases import Case, Scale, all_cases
+
+RUNS = 12
+FLUSH_BYTES = 256 << 20  # several times the last-level cache
+NOMINAL_BYTES_S = 4.8e12  # of an H200
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One case, in microseconds; share: of the floor in the time taken. bound: what the floor comes from."""
+
+    name: str
+    shape: str
+    time_us: float
+    floor_us: float
+    share: float
+    nominal_share: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this GPU reaches: bytes a second read and written by a copy, bfloat16 operations a second of a product."""
+
+    bytes_s: float
+    flops_s: float
+
+
+def median_us(run: Callable[[], object], runs: int = RUNS) -> float:
+    """Time a run by events around its graph."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = run()
+    pairs = [(_event(), _event()) for _ in range(runs)]
+    for number, (start, end) in enumerate(pairs):
+        flush.fill_(number)
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    del held
+    return statistics.median(float(start.elapsed_time(end)) for start, end in pairs) * 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def measure_machine() -> Machine:
+    """Copy a gigabyte, multiply two large matrices."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_us = median_us(lambda: target.copy_(source))
+    square = torch.randn((8192, 8192), device="cuda").bfloat16()
+    product_us = median_us(lambda: square @ square)
+    return Machine(2 * source.numel() / copy_us * 1e6, 2 * 8192**3 / product_us * 1e6)
+
+
+@torch.inference_mode()
+def measure(case: Case, machine: Machine) -> Timing:
+    """Time one case."""
+    time_us = median_us(lambda: case.run(slice(0, case.num_rows)))
+    memory_us = case.floor_bytes / machine.bytes_s * 1e6
+    arithmetic_us = case.floor_flops / machine.flops_s * 1e6
+    floor_us = max(memory_us, arithmetic_us)
+    nominal_us = max(case.floor_bytes / NOMINAL_BYTES_S * 1e6, arithmetic_us)
+    return Timing(
+        name=case.name,
+        shape=case.shape,
+        time_us=round(time_us, 1),
+        floor_us=round(floor_us, 1),
+        share=round(floor_us / time_us, 3),
+        nominal_share=round(nominal_us / time_us, 3),
+        bound="memory" if memory_us >= arithmetic_us else "arithmetic",
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Time all cases and print a table; 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench kernels", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", default="", help="kernels whose names begin so")
+    parser.add_argument("--out", type=Path, help="write the result there, too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("kernels are timed on a CUDA device, and this machine has none")
+        return 2
+    began = time.perf_counter()
+    machine = measure_machine()
+    timings = [measure(case, machine) for case in all_cases(torch.device("cuda"), Scale.FLASH, arguments.only)]
+    report = {
+        "elapsed_s": round(time.perf_counter() - began, 1),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": asdict(machine),
+        "timings": [asdict(timing) for timing in timings],
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(report))
+        return 0
+    print(f"{'kernel':22} {'shape':34} {'us':>9} {'floor':>9} {'share':>6} {'of nominal':>10}  bound")
+    for timing in timings:
+        print(
+            f"{timing.name:22} {timing.shape:34} {timing.time_us:9.1f} {timing.floor_us:9.1f} {timing.share:6.0%} "
+            f"{timing.nominal_share:10.0%}  {timing.bound}"
+        )
+    print(
+        f"copy {machine.bytes_s / 1e12:.2f} TB/s, bfloat16 product {machine.flops_s / 1e12:.0f} TFLOP/s, "
+        f"{report['device']}, {report['elapsed_s']} s"
+    )
+    return 0
