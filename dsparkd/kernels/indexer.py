@@ -1,6 +1,7 @@
 """The lightning indexer's choice of compressed entries: torch form, and C form for the cpu in float32.
 
-Scores are float32 and equal ones go to the lower entry: exact zeros are common, wherever all heads are clipped.
+The form for cuda is kernels/cuda/indexer.py. Scores are float32 and equal ones go to the lower entry: exact zeros are
+common, wherever all heads are clipped.
 
 Letters: n tokens, h heads, i width, B rows, E entries a row has at most, K entries kept.
 """
@@ -45,24 +46,28 @@ class IndexerKernel(Protocol):
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """Keep each token's best entries: slots [n, K] ascending by entry, zeros behind them.
 
-        query [n, h, i], weights [n, h] float32; keys [*, i] by slot; K the least multiple of KEY_TILE from top_k on,
-        and visible.most above top_k.
+        query [n, h, i] and keys [*, i], by slot, have one dtype; weights [n, h] float32; K is the least multiple of
+        KEY_TILE from top_k on, and visible.most above top_k.
         """
 
 
 def bind(device: torch.device, dtype: torch.dtype) -> IndexerKernel:
     """Pick the form for a device and the keys' dtype, once."""
-    return CpuIndexer() if device.type == "cpu" and dtype == torch.float32 else TorchIndexer()
+    if device.type == "cuda":
+        from dsparkd.kernels.cuda.indexer import TritonIndexer  # a cpu start imports no triton
+
+        return TritonIndexer()
+    return CpuIndexer() if dtype == torch.float32 else TorchIndexer()
 
 
 class TorchIndexer:
-    """The reference, and the form for cuda and for bfloat16."""
+    """The reference, and the form for the cpu in bfloat16."""
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """See IndexerKernel."""
         slots, hidden = visible.expand()
         own_keys = keys.index_select(0, slots.view(-1)).view(*slots.shape, -1).float()
-        products = torch.bmm(query, own_keys.transpose(1, 2)).relu_().mul_(weights[:, :, None])
+        products = torch.bmm(query.float(), own_keys.transpose(1, 2)).relu_().mul_(weights[:, :, None])
         scores = products[:, 0].clone()
         for head in range(1, products.shape[1]):  # adds in a fixed order: the same bits in any batch
             scores.add_(products[:, head])

@@ -18,7 +18,7 @@ from dsparkd.model.layers import Linear, WeightSource
 
 @dataclass(frozen=True, slots=True)
 class IndexQuery:
-    """What tokens ask with: vectors [T, h, i] and head weights [T, h], float32."""
+    """What tokens ask with: vectors [T, h, i] in the model's dtype and head weights [T, h] float32."""
 
     vectors: Tensor
     weights: Tensor
@@ -38,7 +38,7 @@ class Indexer:
     def query(self, residual: Tensor, x32: Tensor, rotation: Rotation) -> IndexQuery:
         """residual [T, q_lora] in the model's dtype, x32 [T, D] float32."""
         vectors = self._wq_b(residual).view(residual.shape[0], self._heads, -1)
-        return IndexQuery(rotate_(vectors, rotation).float(), self._head_weights(x32))
+        return IndexQuery(rotate_(vectors, rotation), self._head_weights(x32))
 
     def choose(self, query: IndexQuery, part: slice, keys: Tensor, visible: Visible) -> Tensor:
         """Keep the best topk entries of each token of a block: slots, ascending by entry, zeros behind them."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.cuda.indexer import TritonIndexer
 from dsparkd.kernels.indexer import CpuIndexer, IndexerKernel, TorchIndexer, Visible, bind
 
 FORMS: list[IndexerKernel] = [TorchIndexer(), CpuIndexer()]
@@ -97,4 +98,5 @@ def test_the_form_follows_device_and_dtype() -> None:
     """One decision, when the model is built."""
     assert isinstance(bind(torch.device("cpu"), torch.float32), CpuIndexer)
     assert isinstance(bind(torch.device("cpu"), torch.bfloat16), TorchIndexer)
-    assert isinstance(bind(torch.device("cuda"), torch.float32), TorchIndexer)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(bind(torch.device("cuda"), dtype), TritonIndexer)

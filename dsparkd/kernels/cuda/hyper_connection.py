@@ -147,7 +147,7 @@ def _product(  # type: ignore[no-untyped-def]
     tl.store(parts + at, total, mask=(t < T)[:, None] & (o < O)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sigmoid(x):  # type: ignore[no-untyped-def]
     """Logistic function, by a power of e that cannot overflow."""
     small = tl.exp(-tl.abs(x))
