@@ -136,11 +136,16 @@ class Stager:
         )
 
     def _cut_blocks(self, csa_counts: Ints, hca_counts: Ints) -> list[tuple[int, int]]:
-        """Cut the tokens so that the keys and scores of one block stay within BLOCK_BYTES."""
+        """Cut the tokens so that the keys and scores of one block stay within BLOCK_BYTES.
+
+        Only the cpu's forms gather keys; the kernels of a device read them where they lie, in one block.
+        """
         g = self._geometry
         num_tokens = len(csa_counts)
         if not num_tokens:
             return []
+        if self._device.type != "cpu":
+            return [(0, num_tokens)]
         longest_csa = int(csa_counts.max()) if g.num_csa_layers else 0
         longest_hca = int(hca_counts.max()) if g.num_hca_layers else 0
         kept = g.window + max(min(longest_csa, self._index_topk), longest_hca)

@@ -179,6 +179,15 @@ def test_rings_keep_the_last_rows_of_each_chunk(name: str, ring: int) -> None:
     assert len(set(store.dst.tolist())) == len(expected)
 
 
+def test_a_device_that_gathers_no_keys_gets_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is a launch of each layer, and only the cpu's forms copy keys."""
+    monkeypatch.setattr("dsparkd.executor.staging.upload", lambda array, device: torch.from_numpy(array).to(device))
+    cut = stage(MIXED).attention.blocks
+    assert len(cut) > 1
+    blocks = Stager(GEOMETRY, 16, torch.device("meta")).stage(MIXED).attention.blocks
+    assert [(block.start, block.stop) for block in blocks] == [(0, cut[-1].stop)]
+
+
 def test_an_empty_plan_has_no_tokens() -> None:
     """A rank without work takes part with zero tokens."""
     inputs = stage(Plan(StepKind.IDLE, ()))
