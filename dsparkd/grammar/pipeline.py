@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -165,9 +166,10 @@ class Pipeline:
         self._clock = clock
         self._slots = tuple(Slot(rows, width, mask_width, vocab_size, device) for _ in range(NUM_SLOTS))
         self._next = 0
-        # Starts its one thread with the first work.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="step-worker")
         self.is_cuda = device.type == "cuda"
+        # Starts its one thread with the first work. A thread begins on the first GPU, which may be another rank's.
+        enter = partial(torch.cuda.set_device, device) if self.is_cuda else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="step-worker", initializer=enter)
         if self.is_cuda:
             self.copy_stream, self.results_stream = _stream(device), _stream(device)
 

@@ -289,3 +289,30 @@ def test_distributions_are_what_is_drawn_from() -> None:
     best = logits[1].topk(3).indices
     assert torch.allclose(probs[1][best], (logits[1][best] / 0.5).softmax(-1))
     assert float(probs[1].sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.gpu
+def test_d21_no_rule_of_sampling_waits_for_the_device() -> None:
+    """D-21, U-08: every rule, masks and log-probabilities under torch's detector; greedy ids are the cpu's."""
+    device = torch.device("cuda", 0)
+    rows = [sample(i, MIXED[i % len(MIXED)], output=(9, 9, 30), position=40 + i) for i in range(16)]
+    rows[3] = rows[3]._replace(mask_row=1)
+    rows[4] = rows[4]._replace(mask_row=0, keeps_on=True)
+    prompts = [PromptRow(0, (4, 5, 6), 2)]
+    words = torch.full((2, -(-VOCAB // 32)), -2, dtype=torch.int32)
+    on_host = plain_sampler().choose(logits_of(18), rows, prompts, words)
+    own = Sampler([True] * VOCAB, (1,), device)
+    logits, words = logits_of(18).to(device), words.to(device)
+    own.choose(logits.clone(), rows, prompts, words)
+    copies = logits.clone(), logits.clone()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = own.draw(copies[0], rows, prompts, words)
+        own.distributions(copies[1][:16], rows, words)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    choices = drawn.read(drawn.values.tolist())
+    greedy = [i for i, one in enumerate(rows) if one.sampling.temperature == 0]
+    assert [choices.token_ids[i] for i in greedy] == [on_host.token_ids[i] for i in greedy]
+    assert len(choices.prompt_logprobs[0]) == 3

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, StepKind
-from dsparkd.executor.staging import Stager
+from dsparkd.executor.staging import Drafted, Stager
 from dsparkd.kv.geometry import KVGeometry
 from dsparkd.model.inputs import CompressedMetadata
 
@@ -74,6 +74,19 @@ def expected_source(one: PlanRow, first: int, position: int, ring: int) -> tuple
 
 def named(sources: Tensor) -> list[tuple[str, int]]:
     return [("ring", source) if source >= 0 else ("chunk", -1 - source) for source in sources.flatten().tolist()]
+
+
+def test_drafts_that_only_the_device_knows_stand_behind_their_anchors() -> None:
+    """D-07: the host lays out places and lengths; ids come from the windows, as many of each as are verified."""
+    rows = (row(3, 130, 3, (9, 4)), row(1, 255, 1, (2, 7)), row(2, 126, 5, (6, 8)))
+    windows = torch.arange(100, 118).view(3, 6)
+    plan = Plan(StepKind.DECODE, rows)
+    inputs = Stager(GEOMETRY, 16, torch.device("cpu")).stage(plan, None, Drafted(windows, (2, 0, 4)))
+    known = Stager(GEOMETRY, 16, torch.device("cpu")).stage(plan)
+    assert inputs.input_ids[:9].tolist() == [300, 101, 102, 100, 200, 113, 114, 115, 116]
+    assert inputs.input_ids[9:].tolist() == [0] * 7
+    assert torch.equal(inputs.positions, known.positions)
+    assert torch.equal(inputs.logit_rows, known.logit_rows)
 
 
 def test_tokens_are_flat_padded_and_positioned() -> None:

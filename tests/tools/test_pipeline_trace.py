@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tools.gates import pipeline_trace
-from tools.gates.pipeline_trace import PARTS, Lab, compare, judge, named_parts
+from tools.gates.pipeline_trace import PARTS, Lab, compare, judge, named_parts, synchronizing_lines
 from tools.harness import ensure_checkpoint
 
 TICK, WORKER = 11, 12
@@ -119,4 +119,23 @@ def test_the_lab_steps_through_every_part_and_every_delay() -> None:
     assert [run.ok for run in runs] == [True] * len(runs), runs
     assert [run.delay for run in runs] == ["none", "none again", "ids", "masks", "filter", "results"]
     assert len(slept) == 4 * 3  # the prefill and two steps
+    lab.executor.close()
+
+
+def test_the_lab_knows_every_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the detector is to see is run, each kind twice; on the cpu nothing is found."""
+    torch.set_num_threads(1)
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    lab = Lab(ensure_checkpoint(), torch.device("cpu"), "float32", 2)
+    assert not synchronizing_lines(lab)
+    assert modes == ["warn", "default"] * 5
+    lab.executor.close()
+
+
+@pytest.mark.gpu
+def test_d07_d21_no_line_of_any_step_synchronizes_on_a_device() -> None:
+    """D-07, D-21, U-08: prefill, plain, drafted, compact and rejected steps, by torch's own detector."""
+    lab = Lab(ensure_checkpoint(), torch.device("cuda", 0), "bfloat16", 8)
+    assert synchronizing_lines(lab) == {}
     lab.executor.close()

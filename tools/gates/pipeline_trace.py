@@ -129,8 +129,8 @@ class Lab:
         keep_lock_in_short_calls()
         self.traversal = open_traversal("native", 2, self.info)
         self.masker = Masker(self.traversal, rows, 1 + self.gamma, config.vocab_size, 0.5, 5.0)
-        desk = DraftDesk(drafter, pool, draft_exchange)
-        self.executor = Executor(0, model, 0, pool, exchange, self.tokenizer, self.masker, desk)
+        self._desk = DraftDesk(drafter, pool, draft_exchange)
+        self.executor = Executor(0, model, 0, pool, exchange, self.tokenizer, self.masker, self._desk)
         self.pipeline = self.executor._pipeline
         compiler = xgrammar.GrammarCompiler(self.info, max_threads=1, cache_enabled=False)
         self.compiled = compiler.compile_grammar(GRAMMAR)
@@ -155,14 +155,26 @@ class Lab:
         self.step(texts, starts=tuple(SlotStart(text.place, None, 0) for text in texts))
         return texts
 
-    def step(self, texts: Sequence[Text], starts: tuple[SlotStart, ...] = (), *, drafts: bool = False) -> None:
-        """Run one step of those that go on."""
+    def accept_by(self, rule: Literal["coupled", "rejection"]) -> None:
+        """Draft for this rule of acceptance, and accept by it, from here on."""
+        self._desk.is_coupled = self.executor._is_coupled = rule == "coupled"
+
+    def step(
+        self,
+        texts: Sequence[Text],
+        starts: tuple[SlotStart, ...] = (),
+        *,
+        drafts: bool = False,
+        is_compact: bool = False,
+    ) -> None:
+        """Run one step of those that go on. is_compact: with room for half of the drafts."""
         live = [text for text in texts if not text.has_ended]
         if not live:
             return
         rows = tuple(text.row(self.pages) for text in live)
-        speculation = Speculation(self.gamma, (len(rows) * (1 + self.gamma), 0)) if drafts else None
-        kind = StepKind.DECODE if drafts else StepKind.PREFILL
+        room = len(rows) * self.gamma // (2 if is_compact else 1)
+        speculation = Speculation(self.gamma, (len(rows) + room, 0), is_compact) if drafts else None
+        kind = StepKind.PREFILL if starts else StepKind.DECODE
         plan = Plan(kind, rows, starts, speculation=speculation)
         output = self.executor.step(plan, (plan.num_tokens, 0))
         for text, row in zip(live, output.rows, strict=True):
@@ -325,17 +337,33 @@ def trace(lab: Lab, texts: Sequence[Text]) -> Verdict:
     return judge(events, TRACED)
 
 
-def synchronizing_lines(lab: Lab, texts: Sequence[Text]) -> Counter[str]:
-    """Lines of Python whose call synchronizes, by torch's own detector, in one step."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            lab.step(texts, drafts=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found = [warning for warning in caught if SYNC_WARNING in str(warning.message)]
-    return Counter(f"{_short(warning.filename)}:{warning.lineno}" for warning in found)
+def synchronizing_lines(lab: Lab) -> Counter[str]:
+    """Lines of Python whose call synchronizes, by torch's own detector, in each kind of step."""
+    found: Counter[str] = Counter()
+    texts = lab.texts()
+    kinds: dict[str, Callable[[], object]] = {
+        "prefill": lab.texts,
+        "decode": lambda: lab.step(texts),
+        "drafts": lambda: lab.step(texts, drafts=True),
+        "compact": lambda: lab.step(texts, drafts=True, is_compact=True),
+        "rejection": lambda: lab.step(texts, drafts=True),
+    }
+    for kind, run in kinds.items():
+        if kind != "prefill":
+            texts = lab.texts()
+        lab.accept_by("rejection" if kind == "rejection" else "coupled")
+        run()  # kernels are compiled and memory is taken
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        lines = [f"{_short(each.filename)}:{each.lineno}" for each in caught if SYNC_WARNING in str(each.message)]
+        found.update(f"{line} ({kind})" for line in lines)
+    lab.accept_by("coupled")
+    return found
 
 
 def _short(name: str) -> str:
@@ -428,7 +456,7 @@ def main(argv: list[str]) -> int:
     for _ in range(WARM_UP):
         lab.step(texts, drafts=True)
     verdict = trace(lab, texts)
-    lines = synchronizing_lines(lab, texts)
+    lines = synchronizing_lines(lab)
     runs = compare(lab, arguments.steps, lambda: torch.cuda._sleep(CYCLES))  # type: ignore[no-untyped-call]
     lab.executor.close()
     ok = not verdict.faults and not lines and all(run.ok for run in runs)
