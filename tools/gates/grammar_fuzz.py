@@ -38,9 +38,9 @@ from tools.harness import Server, Tables, alive, ensure_checkpoint
 Json = dict[str, object]
 
 FIRST_PAUSE_S = 20.0
-STORM_S = 30.0
-PAUSE_S = 4.0
-ECHO_S = 6.0
+STORM_S = 60.0
+PAUSE_S = 3.0
+ECHO_S = 7.0
 SETTLE_S = 1.0  # for what is still written of the grammars, and for the last answers
 MAX_ECHOES = 16
 PLAIN_INTERVAL_S = 0.25
