@@ -3,8 +3,9 @@
 A step takes one of two slots of memory and passes begun, launched, finished, consumed. On cuda drafted ids come to the
 host on the copy stream while the target verifies them; the grammars are walked meanwhile, and their masks go back on
 the same stream. What was chosen comes to the host on the results stream, and the worker thread turns it into lists. So
-the tick thread waits for two things in a step, the ids and the lists, and never for a stream or the device. On the cpu
-ids need no copy: the worker thread walks from the step's begin on, beside the forward pass.
+the tick thread waits for two things in a step, the ids and the lists, and never for a stream or the device; a compact
+layout is made on the host, so it waits for the chances, too (`fetch`). On the cpu ids need no copy: the worker thread
+walks from the step's begin on, beside the forward pass.
 
 Letters: B rows of a step, W width of a window, M mask rows, N words of 32 ids.
 """

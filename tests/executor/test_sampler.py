@@ -292,6 +292,7 @@ def test_distributions_are_what_is_drawn_from() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_d21_no_rule_of_sampling_waits_for_the_device() -> None:
     """D-21, U-08: every rule, masks and log-probabilities under torch's detector; greedy ids are the cpu's."""
     device = torch.device("cuda", 0)

@@ -30,6 +30,7 @@ def test_ids_come_from_any_collection() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_d07_the_host_goes_on_while_the_device_is_busy() -> None:
     """D-07: copies are queued behind a long kernel, and hold what the arrays held when they were made."""
     device = torch.device("cuda", 0)

@@ -426,6 +426,7 @@ def test_d18_d19_a_late_copy_or_filter_changes_nothing(on_device: Pipeline, devi
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_d07_d21_the_tick_thread_never_waits_for_a_stream(on_device: Pipeline, device: torch.device) -> None:
     """D-07, D-21: torch's own detector of synchronizing calls is set to raise throughout a step."""
     ids, work = ids_of(6, device), Marking(6)
