@@ -1,6 +1,7 @@
 """Measures speculation against plain decoding: off, all drafts verified, and as many as pay, in turn in one run.
 
-    python -m tools.bench dspark [--cost-table FILE] [--rounds 3] [--tokens 64] [--concurrency 1 8 32] [--json]
+    python -m tools.bench dspark [--cost-table FILE] [--rounds 3] [--tokens 64] [--concurrency 1 8 32]
+        [--device cpu|cuda] [--shared-device] [--json]
 
 Three servers stand side by side (idle ones are parked and use no processor) and answer the same prompts of the test
 split, copies among them, greedily and as long as they like up to --tokens; each round takes every mode at every
@@ -36,6 +37,7 @@ AIM_SINGLE = 1.8  # times the output tokens a second of plain decoding, one stre
 AIM_BUSY = 0.97  # at the largest concurrency
 PROMPT_TOKENS = 1024
 COUNTER_S = 1.5
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # of the two, the one that is served there
 MODES: dict[str, Tables] = {
     "off": {"dspark": {"enabled": False}},
     "all": {"dspark": {"enabled": True, "verify": "all"}},
@@ -215,7 +217,10 @@ def cost_table(arguments: argparse.Namespace, directory: str) -> Path:
         return Path(arguments.cost_table).resolve()
     out = Path(directory) / "costs.json"
     subprocess.run(
-        [sys.executable, "-m", "tools.bench", "steps", "--out", str(out), "--max-rows", str(arguments.max_rows)],
+        [
+            *(sys.executable, "-m", "tools.bench", "steps", "--out", str(out), "--max-rows", str(arguments.max_rows)),
+            *("--device", arguments.device, "--dtype", DTYPES[arguments.device]),
+        ],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,
@@ -233,13 +238,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES), help="off is always there")
     parser.add_argument("--checkpoint", type=Path, help="directory; the shipped checkpoint by default")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: bfloat16")
+    parser.add_argument("--shared-device", action="store_true", help="cuda: both ranks on one GPU")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
     began = time.perf_counter()
     load = os.getloadavg()[0]
     checkpoint = (arguments.checkpoint or ensure_checkpoint()).resolve()
     base: Tables = {
-        "engine": {"checkpoint": str(checkpoint), "max_context_tokens": 2048},
+        "engine": {
+            "checkpoint": str(checkpoint),
+            "max_context_tokens": 2048,
+            "device": arguments.device,
+            "shared_device": arguments.shared_device,
+            "dtype": DTYPES[arguments.device],
+        },
         "scheduler": {"max_rows": arguments.max_rows},
     }
     if not arguments.json:

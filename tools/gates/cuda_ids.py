@@ -1,6 +1,6 @@
-"""Compares the greedy ids of two ranks on two GPUs with those of the cpu server in float32.
+"""Compares the greedy ids of two ranks on two GPUs, or on one that they share, with those of the cpu server in float32.
 
-    python -m tools.gates cuda_ids [--requests 64] [--json]
+    python -m tools.gates cuda_ids [--requests 64] [--shared-device] [--json]
 
 The same server and checkpoint run on the cpu in float32, then eager on cuda in float32 and in bfloat16. Devices round
 differently, so a token may differ where two candidates are as good as equal: a difference counts as explained when
@@ -52,9 +52,9 @@ class Comparison:
         return self.unexplained == 0 and self.ranks_used == 2
 
 
-def run_server(checkpoint: Path, device: str, dtype: str, items: list[Item]) -> tuple[list[Answer], int]:
+def run_server(checkpoint: Path, placed: dict[str, object], items: list[Item]) -> tuple[list[Answer], int]:
     """Answers of one server, half of the items on each rank, and how many ranks gave tokens."""
-    engine = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "max_context_tokens": 2048}
+    engine = {"checkpoint": str(checkpoint), "max_context_tokens": 2048, **placed}
     with Server({"engine": engine, "kv": {"device_bytes": GIB // 2}}) as server:
         client = Client(server.wait_ready(300).base_url)
         answers = client.complete_all(items, CONCURRENCY, lambda index: index % 2, alternatives=2)
@@ -108,17 +108,19 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gates cuda_ids", description="ids of cuda against cpu")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--checkpoint", type=Path, help="directory; the small checkpoint by default")
+    parser.add_argument("--shared-device", action="store_true", help="cuda: both ranks on one GPU")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
     checkpoint = (arguments.checkpoint or ensure_checkpoint()).resolve()
     vocab_size = Tokenizer.load(checkpoint).vocab_size
     items = mixed_items(arguments.requests, vocab_size, MAX_TOKENS, seed=3, greedy=True)
     began = time.perf_counter()
-    base, _ = run_server(checkpoint, "cpu", "float32", items)
+    base, _ = run_server(checkpoint, {"device": "cpu", "dtype": "float32"}, items)
     comparisons = []
     for dtype in ("float32", "bfloat16"):
         start = time.perf_counter()
-        answers, used = run_server(checkpoint, "cuda", dtype, items)
+        placed = {"device": "cuda", "dtype": dtype, "shared_device": arguments.shared_device}
+        answers, used = run_server(checkpoint, placed, items)
         comparisons.append(compare("cuda", dtype, base, answers, used, time.perf_counter() - start))
     elapsed = round(time.perf_counter() - began, 1)
     ok = all(one.ok for one in comparisons)

@@ -1,10 +1,10 @@
 """Gate `quality`: the shipped checkpoint, served by this server, answers the test split of every task as it must.
 
-    python -m tools.gates quality [--full] [--device cpu|cuda] [--dtype NAME] [--checkpoint DIR] [--tasks NAME ...]
-                                  [--count N] [--model-only] [--failures FILE] [--json]
+    python -m tools.gates quality [--full] [--device cpu|cuda] [--shared-device] [--dtype NAME]
+                                  [--checkpoint DIR] [--tasks NAME ...] [--count N] [--model-only] [--failures FILE] [--json]
 
 Temperature 0, over HTTP, on both ranks. Bare: 64 recall questions and 200 of each other task; --full: all of them, for
-two GPUs. A task fails below its needed share, on an answer that its length limit cut, and on any refused request.
+two GPUs, or one that both ranks share. A task fails below its needed share, on an answer that its length limit cut, and on any refused request.
 The bare exam reads 445,000 prompt tokens, 236,000 of them recall's, and writes some 70,000. Two cores read 2,100 tokens
 a second of prompts of 1k to 12k tokens and write 580 a second (measured beside other work): six minutes.
 --model-only decodes in one process on one device instead of serving: for a look between two slices of training.
@@ -165,13 +165,14 @@ def run_exam(
     return rows, wrong
 
 
-def server_tables(checkpoint: Path, device: str, dtype: str) -> Tables:
+def server_tables(checkpoint: Path, device: str, dtype: str, *, is_shared: bool) -> Tables:
     """Configuration of the served exam, on top of conf/dev.toml."""
     cuda = device == "cuda"
     return {
         "engine": {
             "checkpoint": str(checkpoint),
             "device": device,
+            "shared_device": is_shared,
             "dtype": dtype,
             "max_context_tokens": CONTEXT_TOKENS,
         },
@@ -185,6 +186,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.gates quality", description=str(__doc__).splitlines()[0])
     parser.add_argument("--full", action="store_true", help="every question instead of the stated subset")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shared-device", action="store_true", help="cuda: both ranks on one GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on cpu, bfloat16 on cuda")
     parser.add_argument("--checkpoint", type=Path, help="directory; the shipped checkpoint by default")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="only these")
@@ -218,7 +220,8 @@ def main(argv: list[str]) -> int:
         model = LoopedModel(checkpoint, encoding, arguments.device, dtype)
         rows, wrong = run_exam(model.answer, encoding, counts, show)
     else:
-        with Server(server_tables(checkpoint, arguments.device, dtype)) as server:
+        tables = server_tables(checkpoint, arguments.device, dtype, is_shared=arguments.shared_device)
+        with Server(tables) as server:
             base_url = server.wait_ready(300).base_url
             served = ServedModel(base_url, encoding, concurrency=256 if arguments.device == "cuda" else 32)
             rows, wrong = run_exam(served.answer, encoding, counts, show)
