@@ -1,12 +1,14 @@
 """Gate `quality`: the shipped checkpoint, served by this server, answers the test split of every task as it must.
 
     python -m tools.gates quality [--full] [--device cpu|cuda] [--shared-device] [--dtype NAME]
-                                  [--checkpoint DIR] [--tasks NAME ...] [--count N] [--model-only] [--failures FILE] [--json]
+                                  [--checkpoint DIR] [--tasks NAME ...] [--count N] [--model-only]
+                                  [--failures FILE] [--json]
 
 Temperature 0, over HTTP, on both ranks. Bare: 64 recall questions and 200 of each other task; --full: all of them, for
-two GPUs, or one that both ranks share. A task fails below its needed share, on an answer that its length limit cut, and on any refused request.
-The bare exam reads 445,000 prompt tokens, 236,000 of them recall's, and writes some 70,000. Two cores read 2,100 tokens
-a second of prompts of 1k to 12k tokens and write 580 a second (measured beside other work): six minutes.
+two GPUs, or one that both ranks share. A task fails below its needed share, on an answer that its length limit cut, and
+on any refused request. The bare exam reads 445,000 prompt tokens, 236,000 of them recall's, and writes some 70,000. Two
+cores read 2,100 tokens a second of prompts of 1k to 12k tokens and write 580 a second (measured beside other work): six
+minutes.
 --model-only decodes in one process on one device instead of serving: for a look between two slices of training.
 """
 
