@@ -52,7 +52,7 @@ class TritonProduct:
             T,
             O=self._num_outputs,
             K=self._length,
-            SPLIT_K=triton.cdiv(triton.cdiv(self._length, SPLITS), BLOCK_K) * BLOCK_K,
+            SPLIT_K=split_length(self._length),
             TERMS=self._terms.shape[0],
             BLOCK_T=BLOCK_T,
             BLOCK_O=max(16, triton.next_power_of_2(self._num_outputs)),
@@ -63,6 +63,11 @@ class TritonProduct:
             num_stages=3,
         )
         return parts
+
+
+def split_length(length: int) -> int:
+    """How much of a product's length each of its parts has; the last ones may be shorter, or have none."""
+    return triton.cdiv(length, SPLITS * BLOCK_K) * BLOCK_K  # type: ignore[no-any-return]
 
 
 class TritonHyperConnection:

@@ -1,0 +1,88 @@
+"""Hyper-connections: the product with the mixing matrix, the collapse and the expansion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsparkd.kernels.cuda.hyper_connection import SPLITS, TritonHyperConnection, TritonProduct, split_length
+from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection
+from tools.kernel_cases import Case, Scale
+from tools.kernel_cases.rows import random_floats, random_values
+
+STREAMS = 4
+OUTPUTS = (2 + STREAMS) * STREAMS
+
+
+def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
+    """Each part at every number of tokens."""
+    small = scale is Scale.SMALL
+    width = 72 if small else 4096
+    for tokens in (7,) if small else (16, 384, 8192):
+        yield from _cases(width, tokens, device)
+
+
+def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
+    streams = random_values(device, tokens, STREAMS, width, seed=1)
+    output = random_values(device, tokens, width, seed=2)
+    matrix = random_floats(device, OUTPUTS, STREAMS * width, seed=3) * (STREAMS * width) ** -0.5
+    parts = random_floats(device, SPLITS, tokens, OUTPUTS, seed=4)
+    mixing = Mixing(
+        scale=1 + 0.3 * random_floats(device, OUTPUTS, seed=5),
+        base=random_floats(device, OUTPUTS, seed=6),
+        norm=1 + 0.2 * random_floats(device, width, seed=7),
+        num_streams=STREAMS,
+        iterations=20,
+        eps=1e-6,
+        norm_eps=1e-6,
+    )
+    kernel, torch_form, product = (
+        TritonHyperConnection(STREAMS),
+        TorchHyperConnection(),
+        TritonProduct(matrix, torch.bfloat16),
+    )
+    back = Collapsed(
+        output,
+        2 * random_floats(device, tokens, STREAMS, seed=8).sigmoid(),
+        random_floats(device, tokens, STREAMS, STREAMS, seed=9).softmax(2),
+    )
+    stream_bytes, row_bytes = 2 * STREAMS * width * tokens, 2 * width * tokens
+
+    def expand_rows(part: slice) -> Collapsed:
+        return Collapsed(output[part], back.post[part], back.comb[part])
+
+    def reference_product(part: slice) -> Tensor:
+        flat, length = streams[part].flatten(1).double(), split_length(matrix.shape[1])
+        cuts = [slice(at, at + length) for at in range(0, SPLITS * length, length)]
+        return torch.stack([flat[:, cut] @ matrix[:, cut].t().double() for cut in cuts], 1)
+
+    yield Case(
+        name="mhc.product",
+        shape=f"{tokens} tokens",
+        num_rows=tokens,
+        run=lambda part: product(streams[part]).transpose(0, 1),
+        reference=reference_product,
+        tolerance=1e-5,
+        floor_bytes=stream_bytes + 4 * matrix.numel(),
+        floor_flops=2 * tokens * matrix.numel(),
+    )
+    yield Case(
+        name="mhc.collapse",
+        shape=f"{tokens} tokens",
+        num_rows=tokens,
+        run=lambda part: kernel.collapse(streams[part], parts[:, part].contiguous(), mixing).input,
+        reference=lambda part: torch_form.collapse(streams[part].float(), parts[:, part], mixing).input,
+        tolerance=2e-2,
+        floor_bytes=stream_bytes + row_bytes + 4 * parts.numel(),
+    )
+    yield Case(
+        name="mhc.expand",
+        shape=f"{tokens} tokens",
+        num_rows=tokens,
+        run=lambda part: kernel.expand(output[part], streams[part], expand_rows(part)),
+        reference=lambda part: torch_form.expand(output[part].float(), streams[part].float(), expand_rows(part)),
+        tolerance=1e-2,
+        floor_bytes=2 * stream_bytes + row_bytes,
+    )
