@@ -63,6 +63,7 @@ def test_d07_d21_any_wait_for_a_stream_is_a_fault(name: str, at: int, part: str)
     """D-07, D-21: wherever in the step the tick thread makes it; another thread's is none."""
     assert judge(profile(call(name, at)), 1).faults == [f"{name} in {part}"]
     assert judge(profile(call(name, at, WORKER)), 1).faults == []
+    assert judge(profile(call(f"{name}_v3020", at)), 1).faults == [f"{name} in {part}"]
 
 
 def test_d21_an_event_is_waited_for_in_finish_alone() -> None:
