@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsparkd import metrics
-from dsparkd.executor.plan import Plan, PlanRow, StepKind
+from dsparkd.executor.plan import Plan, PlanRow, StepKind, StepOutput
 from dsparkd.messages import SamplingParams, TokenizedRequest
 from dsparkd.metrics import Tally
 from dsparkd.scheduler.account import Account, Peaks
@@ -98,3 +98,17 @@ def test_a_wake_is_timed_from_the_sending_of_its_message_to_the_first_step(
 
     told = tally.frame()[1].get("dsparkd_unpark_seconds\0" + "0", (0.0,))
     assert (told[-1], sum(told[:-1])) == pytest.approx((sum(seconds), len(seconds)))
+
+
+def test_d23_times_of_masks_and_those_that_were_dropped_are_counted_by_phase() -> None:
+    """D-23: also in a step without masks, which may close an earlier step's times of the device."""
+    tally = Tally()
+    account = Account(0, tally, Clock())
+    plan = Plan(StepKind.DECODE, ())
+    account.masked(plan, StepOutput((), 3, (("traverse", 0.5), ("finish", 0.25), ("traverse", 1.0)), 0))
+    account.masked(plan, StepOutput((), 0, (("gpu_gap", 0.125),), 2))
+    counts, histograms = tally.frame()[:2]
+    sums = {key.split("\0")[-1]: told[-1] for key, told in histograms.items() if "mask_seconds" in key}
+    assert sums == {"traverse": 1.5, "finish": 0.25, "gpu_gap": 0.125}
+    assert counts["dsparkd_mask_steps_total\0" + "0\0masked"] == 1
+    assert counts["dsparkd_mask_samples_dropped_total\0" + "0"] == 2
