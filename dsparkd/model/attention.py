@@ -28,17 +28,28 @@ from dsparkd.model.layers import Linear, RotaryEmbedding, WeightSource, rms_norm
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """RoPE of one step: the embedding of the layer's base, and the tokens' rotation by it, both ways."""
+    """RoPE of one step by one base: the tokens' rotation, both ways, and that of the entries that close, by span.
+
+    The latter are made when the first layer of their kind asks.
+    """
 
     rotary: RotaryEmbedding
     forward: Rotation
     inverse: Rotation
+    _closing: dict[int, Rotation]
 
     @classmethod
     def of(cls, rotary: RotaryEmbedding, positions: Tensor) -> Rotations:
         """Compute the angles of positions [T] once for all layers of that base."""
         forward = rotary.at(positions)
-        return cls(rotary, forward, forward.inverse())
+        return cls(rotary, forward, forward.inverse(), {})
+
+    def closing(self, metadata: CompressedMetadata) -> Rotation:
+        """Return the rotation at the first tokens of the entries that close, of one compression ratio."""
+        span = metadata.closing.shape[0] // metadata.num_closing
+        if span not in self._closing:
+            self._closing[span] = self.rotary.at(metadata.closing_positions)
+        return self._closing[span]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +69,9 @@ class Projections:
         self._groups = config.o_groups
         self._eps = config.rms_norm_eps
         self._q_rank = config.q_lora_rank
-        self._w_in = Linear(source.linear(f"{name}.wq_a"), source.linear(f"{name}.wkv"))
+        self._w_in = Linear(source.weight(f"{name}.wq_a"), source.weight(f"{name}.wkv"))
         self._q_norm = source.float32(f"{name}.q_norm.weight")
-        self._wq_b = Linear(source.linear(f"{name}.wq_b"))
+        self._wq_b = Linear(source.weight(f"{name}.wq_b"))
         kv_norm = source.float32(f"{name}.kv_norm.weight")
         # Queries have no norm weight; theirs carries the softmax scale instead. [H + 1, d]
         scale = torch.full_like(kv_norm, config.head_dim**-0.5)
@@ -69,7 +80,7 @@ class Projections:
         self.kernel = kernel.bind(source.device, source.dtype)
         wo_a = source.linear(f"{name}.wo_a").view(self._groups, config.o_lora_rank, -1)  # [G, o_lora, H / G * d]
         self._wo_a = wo_a.transpose(1, 2).contiguous()
-        self._wo_b = Linear(source.linear(f"{name}.wo_b"))
+        self._wo_b = Linear(source.weight(f"{name}.wo_b"))
 
     def project(self, x: Tensor, rotation: Rotation) -> Projected:
         """x [T, D], normed; T is a multiple of ROW_TILE."""
@@ -111,25 +122,23 @@ class Attention:
         projected = self._projections.project(x, rotations.forward)
         entries = None
         if self.ratio:
-            entries = self._compress(x.float(), projected.residual, inputs, rotations, pool)
+            entries = self._compress(x, projected.residual, inputs, rotations, pool)
         return self._projections.output(self._attend(projected, entries, inputs, rotations.inverse, pool))
 
     def _compress(
-        self, x32: Tensor, residual: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool
+        self, x: Tensor, residual: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool
     ) -> _Entries:
         """Store the chunk's rows and the entries that it closes; entries come before any query gathers them."""
         assert self._compressor is not None
         metadata, ring, slots, keys = self._storage(inputs.attention, pool)
-        rows = self._compressor.project(x32, inputs.positions)
+        rows = self._compressor.project(x, inputs.positions)
         if metadata.num_closing:
-            entries, new_keys = self._compressor.close(rows, ring, metadata, rotations.rotary)
-            slots.index_copy_(0, metadata.closing_dst, entries)
-            if keys is not None and new_keys is not None:
-                keys.index_copy_(0, metadata.closing_dst, new_keys)
+            pages = (slots,) if keys is None else (slots, keys)
+            self._compressor.close(rows, ring, metadata, rotations.closing(metadata), pages)
         ring.index_copy_(0, metadata.store.dst, rows.index_select(0, metadata.store.src))
         query = None
         if self._indexer is not None and max(metadata.block_counts) > self._indexer.topk:
-            query = self._indexer.query(residual, x32, rotations.forward)
+            query = self._indexer.query(residual, x, rotations.forward)
         return _Entries(metadata, slots, keys, query)
 
     def _storage(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import attention
-from dsparkd.kernels.rotary import rotate_
+from dsparkd.kernels.rotary import Rotation, rotate_
 from dsparkd.kv.geometry import CSA_RATIO
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.inputs import CompressedMetadata
-from dsparkd.model.layers import Linear, RotaryEmbedding, WeightSource, ordered_sum, rms_norm
+from dsparkd.model.layers import WeightSource, WideLinear, ordered_sum, rms_norm
 
 
 class Compressor:
@@ -29,6 +29,7 @@ class Compressor:
         self._width = config.head_dim
         self._eps = config.rms_norm_eps
         self._dtype = source.dtype
+        self._is_fused = source.device.type == "cuda"
         self._kernel = attention.bind(source.device, torch.float32)
         self._norm = source.float32(f"{name}.compressor.norm.weight")
         names = [f"{name}.compressor"]
@@ -36,26 +37,52 @@ class Compressor:
             names.append(f"{name}.indexer.compressor")
             self._key_norm = source.float32(f"{name}.indexer.compressor.norm.weight")
         halves = 2 if self._overlap else 1
-        values, gates, apes = (
-            [source.float32(f"{part}.{suffix}") for part in names] for suffix in ("wkv.weight", "wgate.weight", "ape")
-        )
+        values, gates = ([source.exact(f"{part}.{kind}.weight") for part in names] for kind in ("wkv", "wgate"))
+        apes = [source.float32(f"{part}.ape") for part in names]
         # [values | gates], each [A main, A index, B main, B index] (CSA) or [main] (HCA)
-        self._project = Linear(
+        self._project = WideLinear(
             *(part.chunk(halves)[half] for group in (values, gates) for half in range(halves) for part in group)
         )
         self._ape = torch.cat([part.chunk(halves, 1)[half] for half in range(halves) for part in apes], 1)
 
-    def project(self, x32: Tensor, positions: Tensor) -> Tensor:
-        """x32 [T, D] float32 -> rows [T, 2 * halves * c]: values, and gates with the bias of the token's offset."""
-        rows = self._project(x32)
+    def project(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, D] -> rows [T, 2 * halves * c] float32: values, and gates with the bias of the token's offset."""
+        rows = self._project(x)
         gates = rows[:, rows.shape[1] // 2 :]
         gates += self._ape.index_select(0, positions % self._ratio)
         return rows
 
     def close(
-        self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata, rotary: RotaryEmbedding
-    ) -> tuple[Tensor, Tensor | None]:
-        """Mix the entries that close in this step: entries [N, d] and, for CSA, indexer keys [N, i], model dtype."""
+        self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata, rotation: Rotation, pages: tuple[Tensor, ...]
+    ) -> None:
+        """Mix the entries that close in this step and store them: pages are entries and, for CSA, indexer keys.
+
+        rotation: at metadata.closing_positions.
+        """
+        if self._is_fused:
+            self._close_fused(rows, ring, metadata, rotation, pages)
+            return
+        mixed = self._mix(rows, ring, metadata)
+        entries = rms_norm(mixed[:, : self._width], self._norm, self._eps)
+        rotate_(entries[:, None], rotation)
+        pages[0].index_copy_(0, metadata.closing_dst, entries)
+        if self._overlap:
+            keys = rms_norm(mixed[:, self._width :], self._key_norm, self._eps)
+            rotate_(keys[:, None], rotation)
+            pages[1].index_copy_(0, metadata.closing_dst, keys)
+
+    def _close_fused(
+        self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata, rotation: Rotation, pages: tuple[Tensor, ...]
+    ) -> None:
+        """Do all of it in one kernel."""
+        from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries  # a cpu start imports no triton
+
+        closing = Closing(metadata.closing, metadata.closing_dst, rotation)
+        keys = Part(self._key_norm, pages[1]) if self._overlap else None
+        close_entries(rows, ring, closing, self._eps, Part(self._norm, pages[0]), keys)
+
+    def _mix(self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata) -> Tensor:
+        """Mean of each closing window's values by the softmax of its gates: [N, c] in the model's dtype."""
         spans = self._kernel.gather(ring, rows, metadata.closing)  # [N * span, w]
         if self._overlap:
             halves = spans.view(metadata.num_closing, 2 * CSA_RATIO, 2, 2, -1)  # [N, 8, value | gate, A | B, c]
@@ -66,12 +93,4 @@ class Compressor:
             spans = spans.view(metadata.num_closing, self._ratio, 2, -1)  # [N, 128, 2, c]
         values, gates = spans[:, :, 0], spans[:, :, 1]
         shares = (gates - gates.amax(1, keepdim=True)).exp_()
-        mixed = ordered_sum(shares * values, 1).div_(ordered_sum(shares, 1)).to(self._dtype)  # cast before the norm
-        rotation = rotary.at(metadata.closing_positions)
-        entries = rms_norm(mixed[:, : self._width], self._norm, self._eps)
-        rotate_(entries[:, None], rotation)
-        if not self._overlap:
-            return entries, None
-        keys = rms_norm(mixed[:, self._width :], self._key_norm, self._eps)
-        rotate_(keys[:, None], rotation)
-        return entries, keys
+        return ordered_sum(shares * values, 1).div_(ordered_sum(shares, 1)).to(self._dtype)  # cast before the norm

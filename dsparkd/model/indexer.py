@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dsparkd.kernels import indexer as kernel
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation, rotate_
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import Linear, WeightSource
+from dsparkd.model.layers import Linear, WeightSource, WideLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,18 @@ class Indexer:
     def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
         self.topk = config.index_topk
         self._heads = config.index_n_heads
-        self._wq_b = Linear(source.linear(f"{name}.wq_b"))
-        scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-        self._head_weights = Linear(source.float32(f"{name}.weights_proj.weight") * scale)
+        self._wq_b = Linear(source.weight(f"{name}.wq_b"))
+        head_weights = source.exact(f"{name}.weights_proj.weight")
+        if head_weights.dtype == torch.float32:
+            # In bfloat16 the scale would cost digits; being positive, it changes no choice.
+            head_weights = head_weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+        self._head_weights = WideLinear(head_weights)
         self._kernel = kernel.bind(source.device, source.dtype)
 
-    def query(self, residual: Tensor, x32: Tensor, rotation: Rotation) -> IndexQuery:
-        """residual [T, q_lora] in the model's dtype, x32 [T, D] float32."""
+    def query(self, residual: Tensor, x: Tensor, rotation: Rotation) -> IndexQuery:
+        """residual [T, q_lora] and x [T, D], in the model's dtype."""
         vectors = self._wq_b(residual).view(residual.shape[0], self._heads, -1)
-        return IndexQuery(rotate_(vectors, rotation), self._head_weights(x32))
+        return IndexQuery(rotate_(vectors, rotation), self._head_weights(x))
 
     def choose(self, query: IndexQuery, part: slice, keys: Tensor, visible: Visible) -> Tensor:
         """Keep the best topk entries of each token of a block: slots, ascending by entry, zeros behind them."""

@@ -1,0 +1,146 @@
+"""Mixing of the compressed entries that close in a step: Triton form, for cuda.
+
+One program makes one entry, or one indexer key: it takes the rows of its window where they lie, mixes them channel by
+channel, norms, rotates and stores the result in its page. Rows are taken in tiles of a fixed size, oldest first.
+
+Letters: T tokens, N closing entries, c channels (d main + i indexer), w row width, r rotary width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsparkd.kernels.cuda.attention import rotate_pairs
+from dsparkd.kernels.rotary import Rotation
+
+BLOCK_ROWS = 16  # rows of a window that are mixed at once
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Entries of one compression ratio that close in a step.
+
+    sources [N * span] int64: ring[source], or rows[-1 - source] where that is negative; 0 stands for a position that
+    does not exist. places [N] int64: where each entry is stored. rotation: at each entry's first token.
+    """
+
+    sources: Tensor
+    places: Tensor
+    rotation: Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one kind of entries goes: its norm's weight [width] float32, and the pages [*, width] of the layer."""
+
+    norm: Tensor
+    pages: Tensor
+
+
+def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entries: Part, keys: Part | None) -> None:
+    """Store the entries that close, and with keys those of the indexer.
+
+    rows [T, w], ring [*, w] float32: values, then gates. With keys (CSA) each is [A main, A index, B main, B index] of
+    a token; an entry mixes the A halves of the window before its own and the B halves of its own.
+    """
+    num_entries, width = closing.places.shape[0], entries.norm.shape[0]
+    span = closing.sources.shape[0] // num_entries
+    other = entries if keys is None else keys
+    key_width = 0 if keys is None else other.norm.shape[0]
+    _close[(num_entries, 1 if keys is None else 2)](
+        rows,
+        ring,
+        closing.sources,
+        closing.places,
+        entries.norm,
+        other.norm,
+        closing.rotation.cos,
+        closing.rotation.sin,
+        entries.pages,
+        other.pages,
+        eps,
+        WIDTH=width,
+        KEY_WIDTH=key_width,
+        ROW=rows.shape[1],
+        SPAN=span,
+        R=closing.rotation.cos.shape[-1],
+        BLOCK_ROWS=min(BLOCK_ROWS, span),
+        BLOCK_D=triton.next_power_of_2(max(width, key_width)),
+        num_warps=8,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _close(  # type: ignore[no-untyped-def]
+    rows,  # [T, w]
+    ring,  # [*, w]
+    sources,  # [N, SPAN]
+    places,  # [N]
+    norm,  # [WIDTH]
+    key_norm,  # [KEY_WIDTH]
+    cos,  # [N, 1, r]
+    sin,  # [N, 1, r]
+    pages,  # [*, WIDTH]
+    key_pages,  # [*, KEY_WIDTH]
+    eps,
+    WIDTH: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    SPAN: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _close_part(
+            rows, ring, sources, places, norm, cos, sin, pages, eps, n,
+            0, WIDTH, WIDTH + KEY_WIDTH, KEY_WIDTH > 0, ROW, SPAN, R, BLOCK_ROWS, BLOCK_D,
+        )  # fmt: skip
+    else:
+        _close_part(
+            rows, ring, sources, places, key_norm, cos, sin, key_pages, eps, n,
+            WIDTH, KEY_WIDTH, WIDTH + KEY_WIDTH, True, ROW, SPAN, R, BLOCK_ROWS, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _close_part(  # type: ignore[no-untyped-def]
+    rows, ring, sources, places, norm, cos, sin, pages, eps, n,
+    FIRST: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr, ROW: tl.constexpr,
+    SPAN: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Make entry n of channels FIRST .. FIRST + D."""
+    c = tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    mixed = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, SPAN, BLOCK_ROWS):
+        k = start + tl.arange(0, BLOCK_ROWS)
+        source = tl.load(sources + n * SPAN + k)
+        row = tl.where(source >= 0, ring + source * ROW, rows + (-1 - source) * ROW)
+        column = FIRST + c[None, :]
+        live = (k >= 0)[:, None] & (c < D)[None, :]
+        if OVERLAP:  # the first half of the span is the window before, of which the A channels count
+            before = k < SPAN // 2
+            column = column + tl.where(before, 0, CHANNELS)[:, None]
+            live = live & ((source != 0) | (k >= SPAN // 2))[:, None]
+        values = tl.load(row[:, None] + column, mask=live, other=0.0)
+        gates = tl.load(row[:, None] + ROW // 2 + column, mask=live, other=float("-inf"))
+        gates = tl.where((c < D)[None, :], gates, 0.0)  # past the width anything finite
+        new_top = tl.maximum(top, tl.max(gates, 0))
+        shares = tl.exp(gates - new_top[None, :])
+        shrink = tl.exp(top - new_top)
+        total = total * shrink + tl.sum(shares, 0)
+        mixed = mixed * shrink + tl.sum(shares * values, 0)
+        top = new_top
+    # The mixture is a tensor of the model's dtype before it is normed: it is rounded in between.
+    x = (mixed / total).to(pages.dtype.element_ty).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * tl.load(norm + c, mask=c < D, other=0.0)
+    x = rotate_pairs(x[None, :], cos, sin, n, D, R, 1, BLOCK_D)
+    place = tl.load(places + n)
+    tl.store(pages + place * D + c[None, :], x.to(pages.dtype.element_ty), mask=(c < D)[None, :])

@@ -1,0 +1,94 @@
+"""The Triton compressor against the definition in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
+from dsparkd.kernels.rotary import Rotation
+from tests.kernels.cuda.values import DTYPES, close, noise
+
+D, I, R, N, T, RING = 24, 12, 8, 3, 40, 60  # noqa: E741
+EPS = 1e-6
+
+
+def rotation_of(entries: int) -> Rotation:
+    angles = noise(entries, 1, R // 2, seed=7).repeat_interleave(2, 2)
+    return Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0] * (R // 2)))
+
+
+class Case:
+    """Entries that close from random rows of ring and step; the first of CSA has no window before its own."""
+
+    def __init__(self, overlap: bool, dtype: torch.dtype) -> None:
+        self.overlap, self.dtype = overlap, dtype
+        self.span, self.channels = (8, D + I) if overlap else (128, D)
+        width = (4 if overlap else 2) * self.channels
+        self.ring, self.rows = noise(RING, width, seed=1), noise(T, width, seed=2)
+        self.sources = torch.randint(1, RING + T, (N, self.span), generator=torch.Generator().manual_seed(3))
+        self.sources = torch.where(self.sources >= RING, RING - 1 - self.sources, self.sources)
+        if overlap:
+            self.sources[0, :4] = 0
+            self.ring[0] = torch.nan  # what does not exist must not matter
+        self.places, self.rotation = torch.tensor([5, 9, 2]), rotation_of(N)
+        self.norms = [1 + 0.2 * noise(w, seed=4) for w in (D, I)]
+
+    def run(self, device: torch.device, part: slice = slice(0, N)) -> list[Tensor]:
+        def moved(x: Tensor) -> Tensor:
+            return x.contiguous().to(device)
+
+        rotation = Rotation(moved(self.rotation.cos[part]), moved(self.rotation.sin[part]))
+        closing = Closing(moved(self.sources[part].reshape(-1)), moved(self.places[part]), rotation)
+        pages = [torch.full((12, w), torch.nan, dtype=self.dtype, device=device) for w in (D, I)]
+        entries, keys = (Part(moved(norm), page) for norm, page in zip(self.norms, pages, strict=True))
+        close_entries(moved(self.rows), moved(self.ring), closing, EPS, entries, keys if self.overlap else None)
+        return [page.cpu() for page in pages]
+
+    def expected(self, n: int) -> list[Tensor]:
+        """Entry n, and its indexer key."""
+        values, gates = [], []
+        for k, source in enumerate(self.sources[n].tolist()):
+            if self.overlap and k < 4 and source == 0:
+                continue
+            row = (self.ring[source] if source >= 0 else self.rows[-1 - source]).double().view(2, -1, self.channels)
+            half = 1 if self.overlap and k >= 4 else 0
+            values.append(row[0, half])
+            gates.append(row[1, half])
+        shares = torch.stack(gates).softmax(0)
+        mixed = (shares * torch.stack(values)).sum(0).to(self.dtype).double()
+        made = []
+        for x, norm in zip(mixed.split([D, I] if self.overlap else [D]), self.norms, strict=False):
+            x = x * (x.square().mean() + EPS).rsqrt() * norm.double()
+            tail = torch.view_as_complex(x[-R:].view(-1, 2).contiguous())
+            angle = torch.complex(self.rotation.cos[n, 0, ::2].double(), self.rotation.sin[n, 0, 1::2].double())
+            made.append(torch.cat((x[:-R], torch.view_as_real(tail * angle).flatten())))
+        return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_entry_is_the_mean_of_its_window_by_the_softmax_of_its_gates(
+    device: torch.device, dtype: torch.dtype, overlap: bool
+) -> None:
+    """Channel by channel; CSA takes the A halves of the window before, where there is one; cast, norm, rotation."""
+    case = Case(overlap, dtype)
+    pages = case.run(device)
+    for n, place in enumerate(case.places.tolist()):
+        for page, exact in zip(pages, case.expected(n), strict=False):
+            assert close(page[place], exact)
+    untouched = [p for p in range(12) if p not in case.places]
+    assert pages[0][untouched].isnan().all()
+    assert pages[1].isnan().all() == (not overlap)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_entrys_bits_do_not_depend_on_the_others(device: torch.device, overlap: bool) -> None:
+    """An entry that closes alone has the bits that it gets in company."""
+    case = Case(overlap, torch.float32)
+    whole = case.run(device)
+    for n, place in enumerate(case.places.tolist()):
+        alone = case.run(device, slice(n, n + 1))
+        assert torch.equal(alone[0][place], whole[0][place])
+        assert not overlap or torch.equal(alone[1][place], whole[1][place])
