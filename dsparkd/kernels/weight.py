@@ -24,6 +24,10 @@ class Format(StrEnum):
     FP4 = "fp4"  # E2M1, two a byte, the even column in the low half
 
 
+# The largest scale code that kernels multiply by: 2 ** 7 and 2 ** 1; of weights, those of the releases are far below 1.
+MAX_SCALES = {Format.FP8: 134, Format.FP4: 128}
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """values: DENSE [O, I] float; FP8 [O, I] uint8; FP4 [O, I / 2] uint8; contiguous.

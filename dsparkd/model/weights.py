@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsparkd.errors import CheckpointError, InvariantError
-from dsparkd.kernels.weight import Format, Weight, decode_e8m0, decode_fp4, decode_fp8, dense
+from dsparkd.kernels.weight import MAX_SCALES, Format, Weight, decode_e8m0, decode_fp4, decode_fp8, dense
 from dsparkd.model.checkpoint import (
     FP8_BLOCK,
     StoredDtype,
@@ -128,7 +128,7 @@ class Checkpoint:
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self._keeps_packed = device.type == "cuda" and dtype == torch.bfloat16
+        self.keeps_packed = device.type == "cuda" and dtype == torch.bfloat16  # kernels there unpack as they multiply
         self._progress = progress
         self._files = {path.name: _open(path) for path in _list_files(directory)}
         try:
@@ -157,20 +157,27 @@ class Checkpoint:
         self._close()
 
     def weight(self, name: str) -> Weight:
-        """Weight [O, I] of the linear NAME as its products read it: packed where kernels unpack, else dense."""
-        if not self._keeps_packed or f"{name}.scale" not in self._specs:
+        """Weight [O, I] of the linear NAME as its products read it: packed where kernels unpack, else dense.
+
+        Raises CheckpointError for a packed one whose scales are past what kernels multiply by.
+        """
+        if not self.keeps_packed or f"{name}.scale" not in self._specs:
             return dense(self.linear(name))
         stored = self._read(f"{name}.weight")
-        codes = self._read(f"{name}.scale").view(torch.uint8)
-        if stored.dtype == torch.int8:
-            return Weight(Format.FP4, self._place(stored.view(torch.uint8)), self._place(codes))
-        per_row = codes.repeat_interleave(FP8_BLOCK, 0)[: stored.shape[0]]
-        return Weight(Format.FP8, self._place(stored.view(torch.uint8)), self._place(per_row))
+        scales = self._read(f"{name}.scale").view(torch.uint8)
+        form = Format.FP4 if stored.dtype == torch.int8 else Format.FP8
+        if (largest := int(scales.max())) > MAX_SCALES[form]:
+            raise CheckpointError(
+                f"tensor {name}.scale has 2 ** {largest - 127}, kernels take 2 ** {MAX_SCALES[form] - 127} at most"
+            )
+        if form is Format.FP8:
+            scales = scales.repeat_interleave(FP8_BLOCK, 0)[: stored.shape[0]]
+        return Weight(form, self._place(stored.view(torch.uint8)), self._place(scales))
 
     def exact(self, name: str) -> Tensor:
         """The tensor NAME for products in float32: in bfloat16 where it is stored so and kernels multiply that."""
         stored = self._read(name)
-        keeps = self._keeps_packed and stored.dtype == torch.bfloat16
+        keeps = self.keeps_packed and stored.dtype == torch.bfloat16
         return self._place(stored, torch.bfloat16 if keeps else torch.float32)
 
     def linear(self, name: str) -> Tensor:

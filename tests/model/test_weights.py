@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsparkd.errors import CheckpointError, InvariantError
-from dsparkd.kernels.weight import decode_e8m0, decode_fp4, decode_fp8
+from dsparkd.kernels.weight import Format, decode, decode_e8m0, decode_fp4, decode_fp8
 from dsparkd.model.checkpoint import Use, expected_tensors
 from dsparkd.model.config import load_model_config, parse_model_config
 from dsparkd.model.weights import Checkpoint, load_transformer
@@ -212,3 +212,56 @@ def test_an_unquantised_checkpoint_loads_as_it_is_stored(tmp_path: Path, stored:
     with Checkpoint(tmp_path, config, torch.float32, CPU, (0,)) as checkpoint:
         ours = checkpoint.linear("layers.0.ffn.experts.3.w1")
     assert torch.equal(ours, load_file(tmp_path / "model.safetensors")["layers.0.ffn.experts.3.w1.weight"].float())
+
+
+@pytest.mark.parametrize("name", ["layers.1.attn.wq_b", "layers.1.ffn.experts.3.w2", "layers.1.ffn.shared_experts.w1"])
+def test_packed_weights_hold_what_dequantised_ones_do(small_checkpoint: Path, name: str) -> None:
+    """In bfloat16, too, to the bit: FP8 with a block's scale for each of its rows, FP4 as stored."""
+    config = load_model_config(small_checkpoint)
+    with Checkpoint(small_checkpoint, config, torch.bfloat16, CPU, (0, 1)) as checkpoint:
+        expected = checkpoint.linear(name)
+    with Checkpoint(small_checkpoint, config, torch.bfloat16, CPU, (0, 1)) as checkpoint:
+        checkpoint.keeps_packed = True
+        packed = checkpoint.weight(name)
+    assert packed.format is (Format.FP4 if ".experts." in name else Format.FP8)
+    assert packed.shape == tuple(expected.shape)
+    assert torch.equal(decode(packed, torch.bfloat16), expected)
+
+
+def test_factors_of_wide_products_stay_as_stored_where_kernels_multiply_them(small_checkpoint: Path) -> None:
+    """bfloat16 values in bfloat16; everywhere else, and what is stored in float32, in float32."""
+    config = load_model_config(small_checkpoint)
+    names = ("head.weight", "hc_head_fn")
+    with Checkpoint(small_checkpoint, config, torch.bfloat16, CPU, (0, 1)) as checkpoint:
+        wide = [checkpoint.exact(name) for name in names]
+    with Checkpoint(small_checkpoint, config, torch.bfloat16, CPU, (0, 1)) as checkpoint:
+        checkpoint.keeps_packed = True
+        kept = [checkpoint.exact(name) for name in names]
+    assert [tensor.dtype for tensor in (*wide, *kept)] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    assert all(torch.equal(ours.float(), theirs) for ours, theirs in zip(kept, wide, strict=True))
+
+
+def test_weights_are_dequantised_on_the_cpu(small_checkpoint: Path) -> None:
+    """Its products are of dense weights, whatever the dtype."""
+    config = load_model_config(small_checkpoint)
+    with Checkpoint(small_checkpoint, config, torch.bfloat16, CPU, (0, 1)) as checkpoint:
+        assert checkpoint.weight("layers.1.attn.wq_b").format is Format.DENSE
+
+
+@pytest.mark.parametrize(("name", "code"), [("layers.1.attn.wq_b", 135), ("layers.1.ffn.experts.3.w2", 129)])
+def test_scales_past_what_kernels_multiply_by_are_refused(
+    single_file: Path, tmp_path: Path, name: str, code: int
+) -> None:
+    """Their factors would overflow in silence."""
+    stored = load_file(single_file / "model.safetensors")[f"{name}.scale"]
+    scales = torch.full_like(stored.view(torch.uint8), 100)
+    for largest, refused in ((code - 1, False), (code, True)):
+        scales[0, 0] = largest
+        rewrite(single_file, tmp_path, {f"{name}.scale": scales.view(torch.float8_e8m0fnu)})
+        with Checkpoint(tmp_path, load_model_config(tmp_path), torch.bfloat16, CPU, (0, 1)) as checkpoint:
+            checkpoint.keeps_packed = True
+            if refused:
+                with pytest.raises(CheckpointError, match=f"{name}.scale has 2 "):
+                    checkpoint.weight(name)
+            else:
+                checkpoint.weight(name)

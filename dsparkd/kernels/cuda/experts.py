@@ -9,6 +9,7 @@ Letters: R rows, k experts a row, D width, I expert width, E experts of the shar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.products import operand, precision
-from dsparkd.kernels.cuda.tile import FORMAT_CODES, scales_of, weight_tile
+from dsparkd.kernels.cuda.tile import FORMAT_CODES, Tiles, codes_of, scales_of, weight_tile
 from dsparkd.kernels.experts import ExpertShard
 from dsparkd.kernels.weight import Format, stacked
 
@@ -26,21 +27,16 @@ GROUP_TILES = 16  # row tiles that are computed for all columns before the next:
 COMBINED = 1024  # columns of a program that sums a row's experts
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Shape of one product's tiles: rows, weight rows, inputs a step."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-
-
 class TritonExperts:
-    """Form for cuda. Implements ExpertsKernel. Keeps the shard's weights stacked, as they are stored."""
+    """Form for cuda. Implements ExpertsKernel. Keeps the shard's weights stacked, as they are stored.
 
-    def __init__(self, shard: ExpertShard) -> None:
+    choose: tiles by number of choices, of experts of the shard, format and dtype; they must not change a row's bits.
+    """
+
+    def __init__(
+        self, shard: ExpertShard, choose: Callable[[int, int, Format, torch.dtype], Tiles] | None = None
+    ) -> None:
+        self._choose = choose or choose_tiles
         self._first, self._limit = shard.first, shard.limit
         self._num_experts = len(shard.w13)
         self._w13 = stacked(shard.w13)  # [E * 2 I, D], gate rows first
@@ -54,7 +50,7 @@ class TritonExperts:
         if not R:
             return total
         top_k = expert_ids.shape[1]
-        tiles = choose_tiles(R * top_k, self._num_experts, self._w13.format, x.dtype)
+        tiles = self._choose(R * top_k, self._num_experts, self._w13.format, x.dtype)
         layout = lay_out(expert_ids, self._first, self._num_experts, tiles.rows)
         hidden = x.new_empty((len(layout.choices), self._expert_width))
         self._gate_up(x, shares, layout, tiles, hidden)
@@ -67,7 +63,7 @@ class TritonExperts:
         weight, width = self._w13, self._expert_width
         _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
             x,
-            weight.values,
+            codes_of(weight),
             scales_of(weight),
             layout.choices,
             layout.tile_experts,
@@ -94,7 +90,7 @@ class TritonExperts:
         weight, width = self._w2, outputs.shape[1]
         _down_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
             hidden,
-            weight.values,
+            codes_of(weight),
             scales_of(weight),
             layout.tile_experts,
             outputs,

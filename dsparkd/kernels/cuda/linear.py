@@ -8,7 +8,7 @@ Letters: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import triton
@@ -16,29 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.products import operand, precision
-from dsparkd.kernels.cuda.tile import FORMAT_CODES, scales_of, weight_tile
+from dsparkd.kernels.cuda.tile import FORMAT_CODES, Tiles, codes_of, scales_of, weight_tile
 from dsparkd.kernels.weight import Format, Weight
 
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Shape of a product's tiles: rows, outputs, inputs a step."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-
-
 class TritonLinear:
-    """Form for cuda. Implements LinearKernel; any number of rows. wide: the product is float32."""
+    """Form for cuda. Implements LinearKernel; any number of rows. wide: the product is float32.
 
-    def __init__(self, weight: Weight, *, wide: bool = False) -> None:
+    choose: tiles by number of rows, format and dtype; they must not change a row's bits.
+    """
+
+    def __init__(
+        self, weight: Weight, *, wide: bool = False, choose: Callable[[int, Format, torch.dtype], Tiles] | None = None
+    ) -> None:
         self._weight = weight
         self._wide = wide
+        self._choose = choose or choose_tiles
 
     def __call__(self, x: Tensor) -> Tensor:
         """See LinearKernel."""
@@ -47,19 +42,19 @@ class TritonLinear:
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         if not M:
             return out
-        tiles = choose_tiles(M, weight.format, x.dtype)
+        tiles = self._choose(M, weight.format, x.dtype)
         _linear_kernel[(triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs),)](
             x,
-            weight.values,
+            codes_of(weight),
             scales_of(weight),
             out,
             M,
+            O,
             INPUTS=I,
-            OUTPUTS=O,
             FORMAT=FORMAT_CODES[weight.format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=tiles.outputs and O % tiles.outputs == 0 and I % tiles.inputs == 0,
+            EVEN=O % tiles.outputs == 0 and I % tiles.inputs == 0,
             GROUP=GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.outputs,
@@ -90,8 +85,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     scales,
     out,
     num_rows,
+    outputs,
     INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -104,21 +99,21 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     """out [M, O] = x times the weight, one tile. The weight is the left operand: its many rows fill the matrix unit."""
     program = tl.program_id(0)
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
-    num_blocks = tl.cdiv(OUTPUTS, BLOCK_N)
+    num_blocks = tl.cdiv(outputs, BLOCK_N)
     first = program // (GROUP * num_tiles) * GROUP
     size = tl.minimum(GROUP, num_blocks - first)
     rest = program - first * num_tiles
     column = (first + rest % size) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (rest // size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column_ok = column < OUTPUTS
+    column_ok = column < outputs
     row_ok = row < num_rows
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     rows = row.to(tl.int64)
     for k in range(0, INPUTS, BLOCK_K):
-        inputs = k + tl.arange(0, BLOCK_K)
-        mask = row_ok[:, None] if EVEN else row_ok[:, None] & (inputs[None, :] < INPUTS)
-        part = tl.trans(tl.load(x + rows[:, None] * INPUTS + inputs[None, :], mask=mask, other=0.0)).to(OPERAND)
+        index = k + tl.arange(0, BLOCK_K)
+        mask = row_ok[:, None] if EVEN else row_ok[:, None] & (index[None, :] < INPUTS)
+        part = tl.trans(tl.load(x + rows[:, None] * INPUTS + index[None, :], mask=mask, other=0.0)).to(OPERAND)
         weight = weight_tile(values, scales, column.to(tl.int64), column_ok, k, INPUTS, FORMAT, OPERAND, BLOCK_K, EVEN)
         total = tl.dot(weight, part, total, input_precision=PRECISION)
-    places = out + rows[:, None] * OUTPUTS + column[None, :]
+    places = out + rows[:, None] * outputs + column[None, :]
     tl.store(places, tl.trans(total).to(out.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])

@@ -1,16 +1,34 @@
 """Tiles of weights as bfloat16 (or float32) values, whatever format they are stored in: Triton functions.
 
 A scale is a power of two and no format has more mantissa than bfloat16, so the values are those of the dense weight to
-the bit, and packed and dense forms give the same results.
+the bit, and packed and dense forms give the same results. Codes are not converted but shifted: their bits are those of
+a bfloat16 value, often a subnormal one, that is too small by a power of two, which the scale's factor makes up for. So
+factors reach bfloat16's last exponent sooner than scales do: at MAX_SCALES, which the loader checks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.weight import Format, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Shape of a product's tiles (rows, outputs, inputs a step), the warps that compute one, and how many steps are
+    loaded ahead."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
 
 FORMAT_CODES = {Format.DENSE: 0, Format.FP8: 1, Format.FP4: 2}  # what kernels are compiled for
 
@@ -30,8 +48,8 @@ def weight_tile(  # type: ignore[no-untyped-def]
 ):
     """Columns k .. k + BLOCK_K of these weight rows [BLOCK_N], zeros past the end -> [BLOCK_N, BLOCK_K] OPERAND.
 
-    values, scales: as a Weight stores them; rows: int64. EVEN: nothing lies past an end. BLOCK_K is a multiple of 128
-    for FP8 and of 32 for FP4, and so is k.
+    values, scales: codes_of and scales_of a weight; rows: int64. EVEN: nothing lies past an end. BLOCK_K
+    is a multiple of 128 for FP8 and of 32 for FP4, and so is k.
     """
     if FORMAT == 0:
         columns = k + tl.arange(0, BLOCK_K)
@@ -58,22 +76,25 @@ def _fp8_tile(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
 ):
     GROUPS: tl.constexpr = BLOCK_K // 128
-    columns = k + tl.arange(0, BLOCK_K)
+    half_width = width // 2
+    columns = k // 2 + tl.arange(0, BLOCK_K // 2)
     groups = k // 128 + tl.arange(0, GROUPS)
     num_groups = (width + 127) // 128
-    places = values + rows[:, None] * width + columns[None, :]
+    places = values + rows[:, None] * half_width + columns[None, :]
     scale_places = scales + rows[:, None] * num_groups + groups[None, :]
     if EVEN:
         codes = tl.load(places)
         scale = tl.load(scale_places)
     else:
-        codes = tl.load(places, mask=rows_ok[:, None] & (columns[None, :] < width), other=0)
+        codes = tl.load(places, mask=rows_ok[:, None] & (columns[None, :] < half_width), other=0)
         scale = tl.load(scale_places, mask=rows_ok[:, None] & (groups[None, :] < num_groups), other=0)
-    plain = codes.to(tl.float8e4nv, bitcast=True).to(OPERAND)
-    # A biased exponent is the bits of a bfloat16 power of two, shifted behind the mantissa.
-    factor = (scale.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True).to(OPERAND)
-    scaled = tl.reshape(plain, (plain.shape[0], GROUPS, 128)) * factor[:, :, None]
-    return tl.reshape(scaled, (plain.shape[0], BLOCK_K))
+    # Two codes at once, each to its half of a word; exponents are then 120 less than they should be.
+    wide = codes.to(tl.int32)
+    wide = (wide | (wide << 8)) & 0x00FF00FF
+    pairs = ((wide << 8) & -0x7FFF8000) | ((wide << 4) & 0x07F007F0)
+    plain = tl.reshape(_halves(pairs, OPERAND), (codes.shape[0], GROUPS, 128))
+    factor = ((scale.to(tl.uint16) + 120) << 7).to(tl.bfloat16, bitcast=True).to(OPERAND)
+    return tl.reshape(plain * factor[:, :, None], (codes.shape[0], BLOCK_K))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -100,22 +121,30 @@ def _fp4_tile(  # type: ignore[no-untyped-def]
         scale = tl.load(scale_places)
     else:
         codes = tl.load(places, mask=rows_ok[:, None] & (columns[None, :] < half_width), other=0)
-        # 127 for columns past the end: their codes are 0, and 0 times 1 stays 0.
-        scale = tl.load(scale_places, mask=rows_ok[:, None] & (groups[None, :] < num_groups), other=127)
-    wide = codes.to(tl.uint16)
-    pairs = tl.join(_fp4_bits(wide & 15), _fp4_bits(wide >> 4))  # [N, K / 2, 2]
-    plain = tl.reshape(pairs, (codes.shape[0], GROUPS, 32)).to(tl.bfloat16, bitcast=True).to(OPERAND)
-    factor = (scale.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True).to(OPERAND)
+        scale = tl.load(scale_places, mask=rows_ok[:, None] & (groups[None, :] < num_groups), other=0)
+    # Both codes of a byte at once, signs by one multiplication, the rest by another; exponents are then 126 less.
+    wide = codes.to(tl.int32)
+    pairs = ((wide * 0x1001000) & -0x7FFF8000) | ((wide * 0x40040) & 0x01C001C0)
+    plain = tl.reshape(_halves(pairs, OPERAND), (codes.shape[0], GROUPS, 32))
+    factor = ((scale.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True).to(OPERAND)
     return tl.reshape(plain * factor[:, :, None], (codes.shape[0], BLOCK_K))
 
 
-@triton.jit
-def _fp4_bits(code):  # type: ignore[no-untyped-def]
-    """Four bits (sign, two of exponent, one of mantissa) -> the bits of that bfloat16 value."""
-    size = code & 7
-    # From 1.0 on exponent and mantissa lie as bfloat16 has them, 126 further; 0 and 0.5 have no leading one.
-    bits = tl.where(size > 1, (size << 6) + 16128, size * 16128)
-    return bits | ((code & 8) << 12)
+@triton.jit  # type: ignore[untyped-decorator]
+def _halves(pairs, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of two bfloat16 values, the low half first: [N, n] int32 -> [N, n, 2] OPERAND."""
+    if tl.bfloat16 == OPERAND:
+        low = pairs.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return tl.join(low, high)
+    else:
+        # The interpreter loses subnormal values in a cast. A bfloat16 is the upper half of a float32.
+        return tl.join((pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True))
+
+
+def codes_of(weight: Weight) -> Tensor:
+    """Return the values as kernels read them: FP8 in pairs."""
+    return weight.values.view(torch.uint16) if weight.format is Format.FP8 else weight.values
 
 
 def scales_of(weight: Weight) -> Tensor:

@@ -1,0 +1,104 @@
+"""The experts' Triton form beside the torch form: layout, packed against dense weights, loads of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out
+from dsparkd.kernels.experts import ExpertShard, TorchExperts
+from dsparkd.kernels.weight import Format, decode, dense
+from tools.kernel_cases.weights import random_weight
+
+FIRST, COUNT, ALL = 3, 4, 10
+
+
+def make_shard(form: Format, device: torch.device, width: int = 96, expert_width: int = 64) -> ExpertShard:
+    w13 = tuple(random_weight(form, 2 * expert_width, width, e, device) for e in range(COUNT))
+    w2 = tuple(random_weight(form, width, expert_width, 50 + e, device) for e in range(COUNT))
+    return ExpertShard(FIRST, w13, w2, limit=1.5)
+
+
+def make_rows(rows: int, top_k: int, device: torch.device, width: int = 96) -> tuple[Tensor, Tensor, Tensor]:
+    """x bfloat16, distinct ids ascending with padding at the end, shares."""
+    noise = torch.Generator().manual_seed(rows)
+    ids = torch.rand((rows, ALL), generator=noise).argsort(1)[:, :top_k].sort(1).values.int()
+    ids[rows - rows // 8 :] = ALL
+    x, shares = torch.randn((rows, width), generator=noise).bfloat16(), torch.rand((rows, top_k), generator=noise)
+    return x.to(device), ids.contiguous().to(device), shares.to(device)
+
+
+@pytest.mark.parametrize(("rows", "top_k"), [(1, 1), (7, 3), (50, 4)])
+def test_choices_are_laid_out_by_expert_in_the_order_of_rows(device: torch.device, rows: int, top_k: int) -> None:
+    """In whole tiles of one expert each; places point back at the choices, and at nothing for others' experts."""
+    _, ids, _ = make_rows(rows, top_k, device)
+    layout = lay_out(ids, FIRST, COUNT, 16)
+    choices, experts, places = layout.choices.tolist(), layout.tile_experts.tolist(), layout.places.flatten().tolist()
+    flat = ids.flatten().tolist()
+    wanted: list[int] = []
+    for expert in range(COUNT):
+        own = [index for index, found in enumerate(flat) if found == FIRST + expert]
+        wanted += own + [-1] * (-len(own) % 16)
+    assert choices[: len(wanted)] == wanted
+    tiles = len(wanted) // 16
+    assert all(flat[index] == FIRST + experts[slot // 16] for slot, index in enumerate(wanted) if index >= 0)
+    assert experts[tiles:] == [-1] * (len(experts) - tiles)
+    served = [FIRST <= found < FIRST + COUNT for found in flat]
+    assert [choices[place] if place >= 0 else None for place in places] == [
+        index if own else None for index, own in enumerate(served)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_the_layout_has_room_for_the_worst_distribution(device: torch.device, rows: int) -> None:
+    """All rows at one expert, or each expert a row past a whole tile."""
+    same = torch.full((rows, 1), FIRST + 1, dtype=torch.int32, device=device)
+    layout = lay_out(same, FIRST, COUNT, 16)
+    assert sorted(layout.choices[layout.places.flatten().long()].tolist()) == list(range(rows))
+    spread = (FIRST + torch.arange(COUNT * 17, device=device).int() % COUNT)[:, None].contiguous()
+    layout = lay_out(spread, FIRST, COUNT, 16)
+    assert (layout.tile_experts >= 0).sum() == 2 * COUNT
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_the_sum_is_that_of_the_torch_form(device: torch.device, form: Format) -> None:
+    """Clamps that bind, padding rows, experts of the other shard. Intermediate roundings to bfloat16 differ a digit."""
+    shard, rows = make_shard(form, device), make_rows(20, 3, device)
+    got, expected = TritonExperts(shard)(*rows), TorchExperts(shard)(*rows)
+    assert (got - expected).abs().max() < 2e-2 * expected.abs().max()
+    assert not got[-2:].any()
+
+
+def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None:
+    """The device's float32 form is what its gates compare with the cpu."""
+    packed = make_shard(Format.FP4, device)
+    w13, w2 = (tuple(dense(decode(weight, torch.float32)) for weight in part) for part in (packed.w13, packed.w2))
+    shard = ExpertShard(FIRST, w13, w2, 1.5)
+    x, ids, shares = make_rows(20, 3, device)
+    got, expected = TritonExperts(shard)(x.float(), ids, shares), TorchExperts(shard)(x.float(), ids, shares)
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
+def test_packed_weights_give_the_bits_of_dense_ones(device: torch.device, form: Format) -> None:
+    """A code times its scale is exact in bfloat16; all codes occur here, the subnormal ones too."""
+    packed, rows = make_shard(form, device), make_rows(20, 3, device)
+    w13, w2 = (tuple(dense(decode(weight, torch.bfloat16)) for weight in part) for part in (packed.w13, packed.w2))
+    assert torch.equal(TritonExperts(packed)(*rows), TritonExperts(ExpertShard(FIRST, w13, w2, 1.5))(*rows))
+
+
+def test_rows_without_a_choice_on_the_shard_get_zeros(device: torch.device) -> None:
+    """Also when no row has one, and when there are no rows."""
+    kernel = TritonExperts(make_shard(Format.FP4, device))
+    ids = torch.tensor([[0, 1], [8, 10]], dtype=torch.int32, device=device)
+    x = torch.ones((2, 96), dtype=torch.bfloat16, device=device)
+    assert not kernel(x, ids, torch.ones((2, 2), device=device)).any()
+    assert kernel(x[:0], ids[:0], torch.ones((0, 2), device=device)).shape == (0, 96)
+
+
+def test_tiles_grow_with_the_load() -> None:
+    """Few rows a tile waste no work on a decode step, many read weights seldom in a prefill."""
+    sizes = [choose_tiles(rows * 6, 128, Format.FP4, torch.bfloat16).rows for rows in (1, 768, 4096, 8192)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]

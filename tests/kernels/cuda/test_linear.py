@@ -1,0 +1,59 @@
+"""The product's Triton form: values in every format, packed against dense bits, any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsparkd.kernels.cuda.linear import TritonLinear
+from dsparkd.kernels.weight import Format, decode, dense, stacked
+from tools.kernel_cases.weights import random_weight
+
+
+def noise(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+
+
+@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (160, 70), (32, 8)])
+def test_the_product_is_right(device: torch.device, form: Format, inputs: int, outputs: int) -> None:
+    """Widths that fill tiles, and odd ends; one cast to bfloat16 at the end."""
+    weight, x = random_weight(form, outputs, inputs, 3, device), noise(device, 21, inputs)
+    got, expected = TritonLinear(weight)(x), x.double() @ decode(weight, torch.float32).double().t()
+    assert got.dtype == torch.bfloat16
+    assert (got.double() - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
+def test_packed_weights_give_the_bits_of_dense_ones(device: torch.device, form: Format) -> None:
+    """A code times its scale is exact in bfloat16, subnormal codes included."""
+    weight, x = random_weight(form, 70, 160, 3, device), noise(device, 16, 160)
+    assert torch.equal(TritonLinear(weight)(x), TritonLinear(dense(decode(weight, torch.bfloat16)))(x))
+
+
+def test_a_wide_product_is_not_rounded(device: torch.device) -> None:
+    """Router, head: bfloat16 factors, a float32 sum."""
+    weight, x = random_weight(Format.DENSE, 40, 256, 3, device), noise(device, 16, 256)
+    got, expected = TritonLinear(weight, wide=True)(x), x.double() @ weight.values.double().t()
+    assert got.dtype == torch.float32
+    assert (got.double() - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None:
+    """Not in TF32."""
+    weight, x = dense(random_weight(Format.DENSE, 40, 96, 3, device).values.float()), noise(device, 16, 96).float() / 3
+    expected = x.double() @ weight.values.double().t()
+    assert (TritonLinear(weight)(x).double() - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def test_stacked_fp8_weights_keep_their_own_scales(device: torch.device) -> None:
+    """Weights whose heights are no multiples of a scale's block lie side by side in one product."""
+    first, second = (random_weight(Format.FP8, outputs, 128, outputs, device) for outputs in (40, 24))
+    x = noise(device, 16, 128)
+    both = TritonLinear(stacked([first, second]))(x)
+    assert torch.equal(both, torch.cat((TritonLinear(first)(x), TritonLinear(second)(x)), 1))
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    """A rank without tokens."""
+    assert TritonLinear(random_weight(Format.FP8, 40, 128, 1, device))(noise(device, 0, 128)).shape == (0, 40)
