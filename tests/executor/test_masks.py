@@ -23,7 +23,7 @@ from dsparkd.executor.masks import MAX_STUCK, OVERTIME_FACTOR, Held, Masker, all
 from dsparkd.executor.plan import PlanRow, RowFailure
 from dsparkd.executor.sampler import Sampler, SampleRow
 from dsparkd.grammar.matcher import Matcher
-from dsparkd.grammar.pipeline import Pipeline
+from dsparkd.grammar.pipeline import NUM_SLOTS, Pipeline
 from dsparkd.grammar.traversal import StockTraversal, open_traversal
 from dsparkd.messages import SamplingParams
 from dsparkd.native.traversal import Traversal, Walk, WalkStatus
@@ -464,7 +464,8 @@ def test_d15_rows_behind_a_refused_draft_are_ones_and_are_not_usable(
     Chains shorter than the masks' width end where their drafts do.
     """
     masker = masker_of(traversal, width=4)
-    masker.fill([row("long", matcher_of(info, 'root ::= "abcd"'))], [tuple(b"abc")])  # must not be walked again
+    for _ in range(NUM_SLOTS):  # must not be walked again in either
+        masker.fill([row("long", matcher_of(info, 'root ::= "abcd"'))], [tuple(b"abc")])
     masks = masker.fill([row("x", matcher_of(info, 'root ::= "abcd"'))], [tuple(drafts)])
     assert masks is not None
     assert masks.rows[0].usable == usable
