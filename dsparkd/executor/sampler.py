@@ -225,10 +225,10 @@ class Sampler:
         if not ends:
             return
         if sample.mask_row is None:
-            row[self._ids(ends)] = -math.inf
+            row.index_fill_(0, self._ids(ends), -math.inf)
             return
         without = row.clone()
-        without[self._ids(ends)] = -math.inf
+        without.index_fill_(0, self._ids(ends), -math.inf)
         row.copy_(torch.where(without.isfinite().any(), without, row))
 
     def _noisy(self, logits: Tensor, samples: Sequence[SampleRow]) -> Tensor:
