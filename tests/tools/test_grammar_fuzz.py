@@ -13,6 +13,7 @@ import pytest
 
 from tools.gates import grammar_fuzz
 from tools.gates.grammar_fuzz import Outcome, Plain, Storms, Traffic, Window, judge
+from tools.grammar_cases import Json
 
 REFUSAL = json.dumps({"error": {"message": "no", "code": "invalid_schema"}})
 
@@ -63,7 +64,7 @@ def test_every_case_is_sent_once_and_only_what_was_answered_comes_again(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The echo must cost the server what the answered part of the storm did, and nothing for what was refused."""
-    known: list[grammar_fuzz.Json] = [{"regex": "a"}, {"json_schema": 5}, {"regex": "b"}, {"ebnf": ""}]
+    known: list[Json] = [{"regex": "a"}, {"json_schema": 5}, {"regex": "b"}, {"ebnf": ""}]
     monkeypatch.setattr(grammar_fuzz, "hostile", lambda: known)
     monkeypatch.setattr(grammar_fuzz, "ECHO_S", 1.0)
     outcome = Outcome()
