@@ -43,6 +43,9 @@ class Visible:
 class IndexerKernel(Protocol):
     """What `bind` returns."""
 
+    def prepare(self, heads: int, width: int, top_k: int) -> None:
+        """Make ready for `choose` of these sizes at start: no step shall wait for a compiler."""
+
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """Keep each token's best entries: slots [n, K] ascending by entry, zeros behind them.
 
@@ -56,12 +59,15 @@ def bind(device: torch.device, dtype: torch.dtype) -> IndexerKernel:
     if device.type == "cuda":
         from dsparkd.kernels.cuda.indexer import TritonIndexer  # a cpu start imports no triton
 
-        return TritonIndexer()
+        return TritonIndexer(device, dtype)
     return CpuIndexer() if dtype == torch.float32 else TorchIndexer()
 
 
 class TorchIndexer:
     """The reference, and the form for the cpu in bfloat16."""
+
+    def prepare(self, heads: int, width: int, top_k: int) -> None:
+        """Nothing is compiled."""
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """See IndexerKernel."""
@@ -89,6 +95,9 @@ class TorchIndexer:
 
 class CpuIndexer:
     """One C call; float32, one thread. Reads the keys where they lie."""
+
+    def prepare(self, heads: int, width: int, top_k: int) -> None:
+        """Nothing is compiled."""
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """See IndexerKernel."""

@@ -5,8 +5,10 @@ Letters: T tokens, h heads, d head width, r rotary width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +26,15 @@ class Rotation:
     def rows(self, part: slice) -> Rotation:
         """The rotation of some of the positions."""
         return Rotation(self.cos[part], self.sin[part])
+
+
+def bind(device: torch.device) -> Callable[[Tensor, Rotation], Tensor]:
+    """Pick the form of `rotate_` for contiguous tensors of a device, once."""
+    if device.type == "cuda":
+        from dsparkd.kernels.cuda import norm  # a cpu start imports no triton
+
+        return norm.rotate_
+    return rotate_
 
 
 def rotate_(x: Tensor, rotation: Rotation) -> Tensor:

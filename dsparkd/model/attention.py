@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import attention as kernel
+from dsparkd.kernels import rotary
 from dsparkd.kernels.attention import EntryKeys, WindowKeys
 from dsparkd.kernels.indexer import Visible
-from dsparkd.kernels.rotary import Rotation, rotate_
+from dsparkd.kernels.rotary import Rotation
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.compressor import Compressor
@@ -78,6 +79,7 @@ class Projections:
         self._norms = torch.cat((scale.expand(config.num_attention_heads, -1), kv_norm[None]))
         self.sink = source.float32(f"{name}.attn_sink")
         self.kernel = kernel.bind(source.device, source.dtype)
+        self._rotate_ = rotary.bind(source.device)
         wo_a = source.linear(f"{name}.wo_a").view(self._groups, config.o_lora_rank, -1)  # [G, o_lora, H / G * d]
         self._wo_a = wo_a.transpose(1, 2).contiguous()
         self._wo_b = Linear(source.weight(f"{name}.wo_b"))
@@ -97,7 +99,7 @@ class Projections:
         The product yields their low-rank queries too; a second copy of the weight would cost more than it saves.
         """
         keys = rms_norm(self._w_in(x)[:, self._q_rank :], self._norms[-1], self._eps)
-        return rotate_(keys[:, None], rotation)[:, 0]
+        return self._rotate_(keys[:, None], rotation)[:, 0]
 
     def output(self, mixed: Tensor) -> Tensor:
         """mixed [T, H, d], rotated back -> [T, D]."""

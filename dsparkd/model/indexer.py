@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import indexer as kernel
+from dsparkd.kernels import rotary
 from dsparkd.kernels.indexer import Visible
-from dsparkd.kernels.rotary import Rotation, rotate_
+from dsparkd.kernels.rotary import Rotation
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.layers import Linear, WeightSource, WideLinear
 
@@ -37,12 +38,14 @@ class Indexer:
             # In bfloat16 the scale would cost digits; being positive, it changes no choice.
             head_weights = head_weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
         self._head_weights = WideLinear(head_weights)
+        self._rotate_ = rotary.bind(source.device)
         self._kernel = kernel.bind(source.device, source.dtype)
+        self._kernel.prepare(config.index_n_heads, config.index_head_dim, self.topk)
 
     def query(self, residual: Tensor, x: Tensor, rotation: Rotation) -> IndexQuery:
         """residual [T, q_lora] and x [T, D], in the model's dtype."""
         vectors = self._wq_b(residual).view(residual.shape[0], self._heads, -1)
-        return IndexQuery(rotate_(vectors, rotation), self._head_weights(x))
+        return IndexQuery(self._rotate_(vectors, rotation), self._head_weights(x))
 
     def choose(self, query: IndexQuery, part: slice, keys: Tensor, visible: Visible) -> Tensor:
         """Keep the best topk entries of each token of a block: slots, ascending by entry, zeros behind them."""

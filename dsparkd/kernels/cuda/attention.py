@@ -55,7 +55,8 @@ class TritonAttention:
         """See AttentionKernel."""
         n, H, d = queries.shape
         tile = _Tile(H, d, queries.dtype)
-        # Without entries their pointers are not read; the window's stand in.
+        # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer
+        # kinds: no step waits for a compiler because a context has become long.
         slots = window.sources if entries is None else entries.slots
         rows = None if entries is None else entries.rows
         _attend[(n, triton.cdiv(H, tile.heads))](
@@ -69,7 +70,8 @@ class TritonAttention:
             slots,
             slots if rows is None else rows,
             window.first if entries is None else entries.counts,
-            slots.shape[1],
+            0 if entries is None else slots.shape[1],
+            int(rows is not None),
             sink,
             inverse.cos,
             inverse.sin,
@@ -80,8 +82,6 @@ class TritonAttention:
             BLOCK_H=tile.heads,
             BLOCK_D=tile.width,
             BLOCK_K=tile.keys,
-            HAS_ENTRIES=entries is not None,
-            HAS_ROWS=rows is not None,
             OPERAND=operand(queries),
             PRECISION=precision(queries),
             num_warps=tile.warps,
@@ -164,7 +164,7 @@ def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl
     return new_top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["W", "E", "by_rows"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # [n, H, d]
     ring,  # [*, d]
@@ -177,6 +177,7 @@ def _attend(  # type: ignore[no-untyped-def]
     rows,  # [n]
     counts,  # [n]
     E,
+    by_rows,
     sink,  # [H]
     cos,  # [n, 1, r]
     sin,  # [n, 1, r]
@@ -187,8 +188,6 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -211,15 +210,16 @@ def _attend(  # type: ignore[no-untyped-def]
         row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
         keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
         top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
-    if HAS_ENTRIES:
-        count = tl.load(counts + t).to(tl.int32)
-        own_slots = slots + (tl.load(rows + t) if HAS_ROWS else t) * E
-        for start in range(0, count, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            live = k < count
-            row = entries + tl.load(own_slots + k, mask=live, other=0) * D
-            keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
-            top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+    count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
+    own_slots = slots + t * E
+    if by_rows:
+        own_slots = slots + tl.load(rows + t) * E
+    for start in range(0, count, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        live = k < count
+        row = entries + tl.load(own_slots + k, mask=live, other=0) * D
+        keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
+        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
 
     mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
     tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)

@@ -23,7 +23,20 @@ SELECT_BLOCK = 1024  # scores that one program reads at a time
 
 
 class TritonIndexer:
-    """Form for cuda. Implements IndexerKernel."""
+    """Form for cuda. Implements IndexerKernel. dtype: of queries and keys."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+
+    def prepare(self, heads: int, width: int, top_k: int) -> None:
+        """See IndexerKernel. The first context above top_k entries comes long after the first step."""
+        float32 = torch.zeros((1, heads), dtype=torch.float32, device=self._device)
+        values = torch.zeros((1, heads, width), dtype=self._dtype, device=self._device)
+        most = top_k + 1
+        slots = torch.zeros((1, -(-most // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
+        seen = Visible(slots, slots[0, :1], slots[0, :1] + most, most)
+        self.choose(values, float32, values[0], seen, top_k)
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """See IndexerKernel."""
@@ -84,7 +97,7 @@ def keep_best(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor) -> N
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["E", "most"])  # type: ignore[untyped-decorator]
 def _score(  # type: ignore[no-untyped-def]
     query,  # [n, h, i]
     weights,  # [n, h]
@@ -133,7 +146,7 @@ def _ordered(scores, e, live):  # type: ignore[no-untyped-def]
     return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["E", "most"])  # type: ignore[untyped-decorator]
 def _keep_best(  # type: ignore[no-untyped-def]
     scores,  # [n, most]
     slots,  # [B, E]

@@ -82,15 +82,15 @@ def test_it_chooses_as_the_torch_form_and_alone_as_in_company(
     visible = random_visible([10, 20, 70, 130, 190], pool=600)
     n, top_k = len(visible.counts), 30
     query, weights, keys = noise(n, 8, 32).to(dtype), noise(n, 8, seed=1), noise(600, 32, seed=2).to(dtype)
+    form = TritonIndexer(device, dtype)
+    form.prepare(8, 32, top_k)
     arguments = [x.to(device) for x in (query, weights, keys)]
-    whole = TritonIndexer().choose(*arguments, moved(visible, device), top_k)
+    whole = form.choose(*arguments, moved(visible, device), top_k)
     assert torch.equal(whole.cpu(), TorchIndexer().choose(query, weights, keys, visible, top_k))
 
     for t in (2, 4):
         one = slice(t, t + 1)
         alone = moved(Visible(visible.slots, visible.rows[one], visible.counts[one], int(visible.counts[t])), device)
-        assert torch.equal(
-            TritonIndexer().choose(arguments[0][one], arguments[1][one], arguments[2], alone, top_k), whole[one]
-        )
+        assert torch.equal(form.choose(arguments[0][one], arguments[1][one], arguments[2], alone, top_k), whole[one])
     monkeypatch.setattr("dsparkd.kernels.cuda.indexer.SCORE_BYTES", 2 * 4 * visible.most)
-    assert torch.equal(TritonIndexer().choose(*arguments, moved(visible, device), top_k), whole)
+    assert torch.equal(form.choose(*arguments, moved(visible, device), top_k), whole)

@@ -1,0 +1,74 @@
+"""RMSNorm and rotation of rows, one launch each: Triton form, for cuda.
+
+Letters: T tokens, n width, h heads, d head width, r rotary width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsparkd.kernels.cuda.attention import rotate_pairs
+from dsparkd.kernels.rotary import Rotation
+
+ROTATE_ROWS = 8  # heads that one program rotates
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, n], rows apart, weight [n] float32 -> [T, n] contiguous in x's dtype; float32 inside, one cast."""
+    T, width = x.shape
+    out = x.new_empty((T, width))
+    block = triton.next_power_of_2(width)
+    _rms_norm[(T,)](x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block > 2048 else 4)
+    return out
+
+
+def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate interleaved pairs of the last r of d dims of x [T, h, d] in place, contiguous; float32 inside."""
+    T, heads, width = x.shape
+    assert x.is_contiguous()
+    rotary = rotation.cos.shape[-1]
+    rows = min(ROTATE_ROWS, triton.next_power_of_2(heads))
+    _rotate[(T, triton.cdiv(heads, rows))](
+        x,
+        rotation.cos,
+        rotation.sin,
+        H=heads,
+        D=width,
+        R=rotary,
+        BLOCK_H=rows,
+        BLOCK_R=triton.next_power_of_2(rotary),
+        num_warps=1,
+    )
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_norm(x, stride, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    row = tl.load(x + t * stride + c, mask=c < WIDTH, other=0.0).to(tl.float32)
+    row = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps) * tl.load(weight + c, mask=c < WIDTH, other=0.0)
+    tl.store(out + t * WIDTH + c, row.to(out.dtype.element_ty), mask=c < WIDTH)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    x,  # [T, H, D]
+    cos,  # [T, 1, r]
+    sin,  # [T, 1, r]
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, BLOCK_R)
+    places = x + (t * H + h)[:, None] * D + D - R + c[None, :]
+    real = (h < H)[:, None] & (c < R)[None, :]
+    tail = tl.load(places, mask=real, other=0.0).to(tl.float32)
+    tail = rotate_pairs(tail, cos, sin, t, R, R, BLOCK_H, BLOCK_R)
+    tl.store(places, tail.to(x.dtype.element_ty), mask=real)

@@ -1,0 +1,40 @@
+"""The Triton norm and rotation against the torch forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsparkd.kernels.cuda.norm import rms_norm, rotate_
+from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.rotary import rotate_ as torch_rotate_
+from dsparkd.model import layers
+from tests.kernels.cuda.values import DTYPES, close, noise
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [50, 64])
+def test_a_norm_is_the_torch_forms_wherever_the_rows_lie(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Rows of a wider product; the result is contiguous, and a row's bits are its own."""
+    wide, weight = noise(7, width + 14).to(dtype), 1 + 0.2 * noise(width, seed=1)
+    there = wide.to(device)[:, 14:]
+    got = rms_norm(there, weight.to(device), 1e-6)
+    assert got.is_contiguous()
+    assert close(got.cpu(), layers.rms_norm(wide[:, 14:], weight, 1e-6))
+    assert torch.equal(rms_norm(there[3:4], weight.to(device), 1e-6), got[3:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 5, 16])
+def test_a_rotation_is_the_torch_forms_and_leaves_the_rest_alone(
+    device: torch.device, dtype: torch.dtype, heads: int
+) -> None:
+    """Of the last dims, in place, to the bit for the dims before them."""
+    x = noise(4, heads, 24).to(dtype)
+    angles = noise(4, 1, 6, seed=1).repeat_interleave(2, 2)
+    rotation = Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0] * 6))
+    there = x.clone().to(device)
+    got = rotate_(there, Rotation(rotation.cos.to(device), rotation.sin.to(device)))
+    assert got.data_ptr() == there.data_ptr()
+    assert torch.equal(got.cpu()[..., :12], x[..., :12])
+    assert close(got.cpu(), torch_rotate_(x.clone(), rotation))
