@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsparkd.errors import FatalError
 from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.feed_forward import swiglu
 from dsparkd.kernels.panels import in_panels
 from dsparkd.kernels.pointers import floats, short_integers
 from dsparkd.kernels.tiles import ROW_TILE
@@ -162,12 +163,3 @@ class _Tiles:
         places[served] = place
         self.places = np.ascontiguousarray(places.reshape(num_tokens, top_k).T)
         self.parts = [(int(e), slice(int(starts[e]), int(stops[e]))) for e in np.flatnonzero(loads)]
-
-
-def swiglu(hidden: Tensor, limit: float) -> Tensor:
-    """hidden [A, 2I], gate then up -> silu(min(gate, limit)) * clamp(up), [A, I] float32."""
-    hidden32 = hidden.float()
-    width = hidden.shape[1] // 2
-    gate = hidden32[:, :width].clamp(max=limit)
-    # silu, spelled with exp: torch's differs in its last bits between the body and the tail of a tensor.
-    return (gate / gate.neg().exp_().add_(1)).mul_(hidden32[:, width:].clamp(min=-limit, max=limit))

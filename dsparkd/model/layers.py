@@ -76,7 +76,11 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., n] any dtype, weight [n] float32; float32 inside, one cast back."""
+    """x [..., n] any dtype, weight [n] float32; float32 inside, one cast back. On cuda x is [T, n]."""
+    if x.is_cuda:
+        from dsparkd.kernels.cuda import norm  # a cpu start imports no triton
+
+        return norm.rms_norm(x, weight, eps)
     x32 = x.float()
     return (x32 * inverse_rms(x32, eps)).mul_(weight).to(x.dtype)
 
@@ -84,11 +88,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """Logistic function, elementwise, float32."""
     return x.neg().exp_().add_(1).reciprocal_()
-
-
-def sqrt_softplus(x: Tensor) -> Tensor:
-    """sqrt(ln(1 + e^x)), elementwise, float32; linear under the root above 20, where e^x is all that counts."""
-    return torch.where(x > 20, x, x.exp().log1p_()).sqrt_()
 
 
 def ordered_sum(x: Tensor, dim: int) -> Tensor:

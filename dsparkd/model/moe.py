@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import experts as kernel
+from dsparkd.kernels import feed_forward, router
+from dsparkd.kernels.router import RouterRule, Routes
 from dsparkd.kernels.weight import stacked
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.layers import Linear, WeightSource, WideLinear, sqrt_softplus
+from dsparkd.model.layers import Linear, WeightSource, WideLinear
 
 NUM_SHARDS = 2
 
@@ -58,13 +60,13 @@ class Experts:
         return self._kernel(*unpack(rows, self._dtype, self._width, self._top_k))
 
 
-def pack(x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """x [T, D], weights [T, k] float32, expert_ids [T, k] int64 -> [T, C] float32 words, bit patterns."""
-    return torch.cat((x.view(torch.float32), weights, expert_ids.int().view(torch.float32)), 1)
+def pack(x: Tensor, routes: Routes) -> Tensor:
+    """x [T, D] and its routes -> [T, C] float32 words, bit patterns."""
+    return torch.cat((x.view(torch.float32), routes.shares, routes.expert_ids.view(torch.float32)), 1)
 
 
 def unpack(rows: Tensor, dtype: torch.dtype, width: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Undo `pack`: x [R, D], expert_ids [R, k] int32, weights [R, k] float32, each contiguous."""
+    """Undo `pack`: x [R, D], expert_ids [R, k] int32, shares [R, k] float32, each contiguous."""
     words = rows.shape[1] - 2 * top_k
     x = rows[:, :words].contiguous().view(dtype)
     assert x.shape[1] == width
@@ -76,15 +78,18 @@ class MoE:
     """One layer's feed-forward half; `name` is its official prefix, for instance layers.3.ffn."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, name: str, hashed: bool, rank: int) -> None:
-        self._num_experts = config.n_routed_experts
-        self._top_k = config.num_experts_per_tok
-        self._scaling = config.routed_scaling_factor
         self._limit = config.swiglu_limit
-        self._dtype = source.dtype
-        self._packed_width = config.hidden_size * source.dtype.itemsize // 4 + 2 * self._top_k
+        self._packed_width = config.hidden_size * source.dtype.itemsize // 4 + 2 * config.num_experts_per_tok
         self._gate = WideLinear(source.exact(f"{name}.gate.weight"))
-        self._table = source.integer(f"{name}.gate.tid2eid") if hashed else None
-        self._bias = None if hashed else source.float32(f"{name}.gate.bias")
+        rule = RouterRule(
+            num_experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            scaling=config.routed_scaling_factor,
+            bias=None if hashed else source.float32(f"{name}.gate.bias"),
+            table=source.integer(f"{name}.gate.tid2eid") if hashed else None,
+        )
+        self._route = router.bind(rule, source.device)
+        self._between = feed_forward.bind(source.device)
         shared = f"{name}.shared_experts"
         self._shared_w13 = Linear(source.weight(f"{shared}.w1"), source.weight(f"{shared}.w3"))
         self._shared_w2 = Linear(source.weight(f"{shared}.w2"))
@@ -92,30 +97,15 @@ class MoE:
 
     def forward(self, x: Tensor, input_ids: Tensor, num_tokens: int, exchange: ExpertExchange) -> Tensor:
         """x [T, D], normed; input_ids [T]; tokens from num_tokens on are padding -> [T, D]."""
-        weights, expert_ids = self._route(x, input_ids)
-        expert_ids[num_tokens:] = self._num_experts  # no expert's id: padding goes nowhere
-        partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, weights, expert_ids))))
-        activated = kernel.swiglu(self._shared_w13(x), self._limit).to(self._dtype)
-        shared = self._shared_w2(activated)
-        return (partials[0] + partials[1]).add_(shared).to(x.dtype)
+        routes = self._route(self._gate(x), input_ids, num_tokens)
+        partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, routes))))
+        shared = self._shared_w2(self._between.activate(self._shared_w13(x), self._limit))
+        return self._between.add(partials, shared)
 
     def assist(self, exchange: ExpertExchange, device: torch.device) -> None:
         """Compute this rank's experts for the peer's tokens, with none of its own."""
         rows = exchange.gather(torch.empty((0, self._packed_width), dtype=torch.float32, device=device))
         exchange.combine(self.experts.partial(rows))
-
-    def _route(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [T, k] float32 and expert ids [T, k] int64, ascending by expert."""
-        scores = sqrt_softplus(self._gate(x))
-        if self._table is not None:
-            chosen = self._table.index_select(0, input_ids)
-        else:
-            # The bias selects and never weighs. A stable order gives equal scores to the lower id.
-            assert self._bias is not None
-            chosen = (scores + self._bias).sort(dim=1, descending=True, stable=True).indices[:, : self._top_k]
-        expert_ids = chosen.sort(dim=1).values
-        weights = scores.gather(1, expert_ids)
-        return weights.mul_(self._scaling / weights.sum(1, keepdim=True).add_(1e-20)), expert_ids
 
 
 class LocalExpertExchange:

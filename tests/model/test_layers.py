@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.rotary import rotate_
+from dsparkd.kernels.router import sqrt_softplus
 from dsparkd.model.config import YarnScaling
 from dsparkd.model.layers import (
     Linear,
@@ -19,7 +20,6 @@ from dsparkd.model.layers import (
     rms_norm,
     rotary_frequencies,
     sigmoid,
-    sqrt_softplus,
 )
 
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.router import Routes
 from dsparkd.model.config import ModelConfig, load_model_config
 from dsparkd.model.moe import LocalExpertExchange, MoE, pack, unpack
 from dsparkd.model.weights import Checkpoint
@@ -156,7 +157,7 @@ def test_packed_rows_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     """Rows travel as words that must only be copied; ids up to the sentinel fit."""
     x, weights = noise(6, 10).to(dtype), noise(6, 3, seed=1)
     ids = torch.tensor([[0, 1, 2], [253, 254, 256]] * 3)
-    rows = pack(x, weights, ids)
+    rows = pack(x, Routes(weights, ids.int()))
     got = unpack(rows.clone(), dtype, 10, 3)
     assert torch.equal(got[0].view(torch.uint8), x.view(torch.uint8))
     assert torch.equal(got[1].long(), ids)

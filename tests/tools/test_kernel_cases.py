@@ -78,7 +78,7 @@ def test_rows_are_cut_at_whole_tiles() -> None:
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the GPU runs the kernels")
-@pytest.mark.parametrize("family", ["experts", "linear"])
+@pytest.mark.parametrize("family", ["experts", "linear", "feed_forward", "router"])
 def test_weight_bound_kernels_hold_under_the_interpreter(family: str) -> None:
     """Values, poisoned outputs, repeats and batch-free bits, for every stored format."""
     outcomes = [check(case, CPU) for case in all_cases(CPU, Scale.SMALL, family)]
@@ -87,7 +87,7 @@ def test_weight_bound_kernels_hold_under_the_interpreter(family: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["experts", "linear"])
+@pytest.mark.parametrize("family", ["experts", "linear", "feed_forward", "router"])
 def test_weight_bound_kernels_hold_on_the_device(family: str) -> None:
     """The same small shapes, compiled, with capture into a graph; the gate runs the real geometry."""
     device = torch.device("cuda")

@@ -1,0 +1,56 @@
+"""What lies between a feed-forward layer's products: Triton form, for cuda; one launch each.
+
+Letters: T tokens, D width, I expert width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 1024  # of one program
+
+
+class TritonFeedForward:
+    """Form for cuda. Implements FeedForwardKernel."""
+
+    def activate(self, hidden: Tensor, limit: float) -> Tensor:
+        """See FeedForwardKernel."""
+        T, I = hidden.shape[0], hidden.shape[1] // 2  # noqa: E741
+        out = hidden.new_empty((T, I))
+        if T:
+            _activate[(T, triton.cdiv(I, COLUMNS))](hidden, out, limit, WIDTH=I, BLOCK=COLUMNS)
+        return out
+
+    def add(self, partials: Tensor, shared: Tensor) -> Tensor:
+        """See FeedForwardKernel."""
+        T, D = shared.shape
+        out = torch.empty_like(shared)
+        if T:
+            grid = (T, triton.cdiv(D, COLUMNS))
+            _add[grid](partials, partials[1], shared, out, WIDTH=D, BLOCK=COLUMNS)
+        return out
+
+
+@triton.jit(do_not_specialize=["limit"])  # type: ignore[untyped-decorator]
+def _activate(hidden, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate = tl.load(hidden + row * (2 * WIDTH) + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(hidden + row * (2 * WIDTH) + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    tl.store(out + row * WIDTH + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(first, second, shared, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    total = tl.load(first + place, mask=mask, other=0.0) + tl.load(second + place, mask=mask, other=0.0)
+    total += tl.load(shared + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)

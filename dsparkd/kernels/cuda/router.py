@@ -1,0 +1,89 @@
+"""Which experts a token goes to: Triton form, for cuda. One program a token, one launch where torch has twenty.
+
+Letters: T tokens, E experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsparkd.kernels.router import RouterRule, Routes
+
+
+class TritonRouter:
+    """Form for cuda. Implements RouterKernel."""
+
+    def __init__(self, rule: RouterRule) -> None:
+        self._rule = rule
+
+    def __call__(self, logits: Tensor, input_ids: Tensor, num_tokens: int) -> Routes:
+        """See RouterKernel."""
+        rule = self._rule
+        T, E = logits.shape
+        shares = logits.new_empty((T, rule.top_k))
+        expert_ids = torch.empty((T, rule.top_k), dtype=torch.int32, device=logits.device)
+        if T:
+            _route[(T,)](
+                logits,
+                logits if rule.bias is None else rule.bias,
+                input_ids if rule.table is None else rule.table,
+                input_ids,
+                shares,
+                expert_ids,
+                num_tokens,
+                rule.scaling,
+                EXPERTS=E,
+                TOP_K=rule.top_k,
+                HASHED=rule.table is not None,
+                BLOCK=triton.next_power_of_2(E),
+                num_warps=1,
+            )
+        return Routes(shares, expert_ids)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scaling"])  # type: ignore[untyped-decorator]
+def _route(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    table,
+    input_ids,
+    shares,
+    expert_ids,
+    num_tokens,
+    scaling,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HASHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scores, choice, shares of one token, stored in ascending order of the experts."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    real = expert < EXPERTS
+    x = tl.load(logits + token * EXPERTS + expert, mask=real, other=0.0)
+    power = tl.exp(tl.minimum(x, 20.0))
+    # ln(1 + power) without losing a small power's digits: what the sum rounds away is made up for by the ratio.
+    whole = 1.0 + power
+    rounded = tl.where(whole == 1.0, 1.0, whole - 1.0)
+    log = tl.where(whole == 1.0, power, tl.log(whole) * (power / rounded))
+    scores = tl.sqrt(tl.where(x > 20.0, x, log))
+    chosen = tl.zeros((BLOCK,), tl.int32)
+    if HASHED:
+        row = tl.load(input_ids + token)
+        for choice in range(TOP_K):
+            chosen = tl.where(expert == tl.load(table + row * TOP_K + choice), 1, chosen)
+    else:
+        left = scores + tl.load(bias + expert, mask=real, other=0.0)
+        # NaN, which padding may hold, stands above minus infinity: a row always has k experts.
+        left = tl.where(real, tl.where(left == left, left, -3e38), -float("inf"))
+        for _ in range(TOP_K):
+            best = tl.min(tl.where(left == tl.max(left), expert, EXPERTS - 1))  # of equal ones the lowest
+            chosen = tl.where(expert == best, 1, chosen)
+            left = tl.where(expert == best, -float("inf"), left)
+    weights = tl.where(chosen == 1, scores, 0.0)
+    place = token * TOP_K + tl.cumsum(chosen, 0) - 1
+    tl.store(shares + place, weights * (scaling / (tl.sum(weights) + 1e-20)), mask=chosen == 1)
+    tl.store(expert_ids + place, tl.where(token < num_tokens, expert, EXPERTS), mask=chosen == 1)

@@ -1,0 +1,43 @@
+"""The router's Triton form beside the torch form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsparkd.kernels.cuda.router import TritonRouter
+from dsparkd.kernels.router import RouterRule, TorchRouter
+from tests.kernels.cuda.values import noise
+
+TABLE = torch.stack([(torch.arange(50) * 3 + j * 5) % 11 for j in range(4)], 1)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("spread", [0.3, 3.0, 30.0])
+def test_routes_are_those_of_the_torch_form(device: torch.device, hashed: bool, spread: float) -> None:
+    """Ids exactly, shares within rounding; logits far below zero and above twenty, too. A width that fills no tile."""
+    bias = noise(11, seed=2)
+    rule = RouterRule(11, 4, 1.5, None if hashed else bias, TABLE if hashed else None)
+    on_device = RouterRule(11, 4, 1.5, None if hashed else bias.to(device), TABLE.to(device) if hashed else None)
+    logits, ids = noise(20, 11, seed=1) * spread, torch.arange(20) * 2
+    expected = TorchRouter(rule)(logits, ids, 17)
+    got = TritonRouter(on_device)(logits.to(device), ids.to(device), 17)
+    assert torch.equal(got.expert_ids.cpu(), expected.expert_ids)
+    assert torch.allclose(got.shares.cpu()[:17], expected.shares[:17], rtol=2e-5, atol=1e-7)
+
+
+def test_of_equal_scores_the_lower_experts_are_chosen(device: torch.device) -> None:
+    """Stable, as the reference sorts."""
+    rule = RouterRule(11, 4, 1.5, torch.zeros(11, device=device), None)
+    logits = torch.tensor([[0.0] * 11, [1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0]], device=device)
+    routes = TritonRouter(rule)(logits, torch.zeros(2, dtype=torch.int64, device=device), 2)
+    assert routes.expert_ids.tolist() == [[0, 1, 2, 3], [1, 2, 4, 7]]
+
+
+def test_padding_that_holds_nan_names_no_expert(device: torch.device) -> None:
+    """Padding rows are computed from whatever memory held."""
+    rule = RouterRule(11, 4, 1.5, torch.zeros(11, device=device), None)
+    logits = torch.full((3, 11), torch.nan, device=device)
+    logits[0] = torch.arange(11)
+    routes = TritonRouter(rule)(logits, torch.zeros(3, dtype=torch.int64, device=device), 1)
+    assert routes.expert_ids.tolist() == [[7, 8, 9, 10], [11] * 4, [11] * 4]

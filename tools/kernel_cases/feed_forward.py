@@ -1,0 +1,72 @@
+"""Router, activation and last sum of a feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsparkd.kernels.cuda.feed_forward import TritonFeedForward
+from dsparkd.kernels.cuda.router import TritonRouter
+from dsparkd.kernels.feed_forward import FeedForwardKernel, TorchFeedForward
+from dsparkd.kernels.router import RouterKernel, RouterRule, TorchRouter
+from tools.kernel_cases import Case, Scale
+
+LIMIT = 10.0
+
+
+def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
+    """Scored and hashed routes, activation, sum."""
+    small = scale is Scale.SMALL
+    experts, top_k, vocabulary, width, expert_width = (12, 3, 40, 40, 24) if small else (256, 6, 129280, 4096, 2048)
+    bias = torch.arange(experts, device=device).remainder(2) * 0.25
+    table = torch.stack([torch.arange(vocabulary, device=device) * 7 + 5 * j for j in range(top_k)], 1) % experts
+    for rows in (40,) if small else (64 * 6, 8192):
+        generator = torch.Generator(device).manual_seed(rows)
+        # Coarse logits: scores are equal or far apart, so that rounding does not decide a choice.
+        logits = torch.randn((rows, experts), generator=generator, device=device).mul(64).round().div(64)
+        ids = torch.randint(0, vocabulary, (rows,), generator=generator, device=device)
+        for hashed in (False, True):
+            rule = RouterRule(experts, top_k, 1.5, None if hashed else bias, table if hashed else None)
+
+            def route(
+                router: RouterKernel, part: slice, logits: Tensor = logits, ids: Tensor = ids, rows: int = rows
+            ) -> Tensor:
+                """Spread the shares over all experts: [rows, E + 1]."""
+                routes = router(logits[part], ids[part], max(rows - 3 - part.start, 0))
+                spread = torch.zeros((len(routes.shares), logits.shape[1] + 1), device=logits.device)
+                return spread.scatter_add_(1, routes.expert_ids.long(), routes.shares)
+
+            yield Case(
+                name=f"router.{'hashed' if hashed else 'scored'}",
+                shape=f"{rows} rows of {experts}",
+                num_rows=rows,
+                run=lambda part, route=route, rule=rule: route(TritonRouter(rule), part),  # type: ignore[misc]
+                reference=lambda part, route=route, rule=rule: route(TorchRouter(rule), part),  # type: ignore[misc]
+                tolerance=1e-5,
+                floor_bytes=rows * 4 * (2 * experts + 1),  # the spreading included
+            )
+        hidden = torch.randn((rows, 2 * expert_width), generator=generator, device=device).mul(6).bfloat16()
+        partials = torch.randn((2, rows, width), generator=generator, device=device)
+        shared = torch.randn((rows, width), generator=generator, device=device).bfloat16()
+
+        def activate(kernel: FeedForwardKernel, part: slice, hidden: Tensor = hidden) -> Tensor:
+            return kernel.activate(hidden[part], LIMIT)
+
+        def add(kernel: FeedForwardKernel, part: slice, partials: Tensor = partials, shared: Tensor = shared) -> Tensor:
+            return kernel.add(partials[:, part].contiguous(), shared[part])
+
+        for name, function, floor in (
+            ("activate", activate, rows * 6 * expert_width),
+            ("add", add, rows * 12 * width),
+        ):
+            yield Case(
+                name=f"feed_forward.{name}",
+                shape=f"{rows} rows of {width if name == 'add' else expert_width}",
+                num_rows=rows,
+                run=lambda part, f=function: f(TritonFeedForward(), part),  # type: ignore[misc]
+                reference=lambda part, f=function: f(TorchFeedForward(), part),  # type: ignore[misc]
+                tolerance=1e-2,
+                floor_bytes=floor,
+            )
