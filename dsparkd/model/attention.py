@@ -8,6 +8,7 @@ Letters: T tokens, n tokens of one block, H heads, d head width, G output groups
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,6 @@ class Projections:
     """What lies around the softmax of a layer or draft stage; `name` is its prefix, for instance layers.3.attn."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
-        self._groups = config.o_groups
         self._eps = config.rms_norm_eps
         self._q_rank = config.q_lora_rank
         self._w_in = Linear(source.weight(f"{name}.wq_a"), source.weight(f"{name}.wkv"))
@@ -80,8 +80,7 @@ class Projections:
         self.sink = source.float32(f"{name}.attn_sink")
         self.kernel = kernel.bind(source.device, source.dtype)
         self._rotate_ = rotary.bind(source.device)
-        wo_a = source.linear(f"{name}.wo_a").view(self._groups, config.o_lora_rank, -1)  # [G, o_lora, H / G * d]
-        self._wo_a = wo_a.transpose(1, 2).contiguous()
+        self._wo_a = _grouped_linear(source, f"{name}.wo_a", config.o_groups)
         self._wo_b = Linear(source.weight(f"{name}.wo_b"))
 
     def project(self, x: Tensor, rotation: Rotation) -> Projected:
@@ -103,8 +102,22 @@ class Projections:
 
     def output(self, mixed: Tensor) -> Tensor:
         """mixed [T, H, d], rotated back -> [T, D]."""
-        grouped = mixed.view(mixed.shape[0], self._groups, -1).transpose(0, 1)  # [G, T, H / G * d]
-        return self._wo_b(torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1))
+        return self._wo_b(self._wo_a(mixed.flatten(1)))
+
+
+def _grouped_linear(source: WeightSource, name: str, groups: int) -> Callable[[Tensor], Tensor]:
+    """Bind G products side by side: x [T, G * I], contiguous -> [T, O], whose g-th part is the g-th of x times its."""
+    if source.device.type == "cuda":
+        from dsparkd.kernels.cuda.linear import TritonLinear  # a cpu start imports no triton
+
+        return TritonLinear(source.weight(name), groups=groups)
+    weight = source.linear(name)
+    factors = weight.view(groups, weight.shape[0] // groups, -1).transpose(1, 2).contiguous()  # [G, I, O / G]
+
+    def product(x: Tensor) -> Tensor:
+        return torch.bmm(x.view(x.shape[0], groups, -1).transpose(0, 1), factors).transpose(0, 1).flatten(1)
+
+    return product
 
 
 class Attention:

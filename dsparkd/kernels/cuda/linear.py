@@ -8,7 +8,9 @@ Letters: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -25,13 +27,20 @@ GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the 
 class TritonLinear:
     """Form for cuda. Implements LinearKernel; any number of rows. wide: the product is float32.
 
+    groups: G products side by side: x is [M, G * I], and the g-th O / G outputs read the g-th I of its columns.
     choose: tiles by number of rows, format and dtype; they must not change a row's bits.
     """
 
     def __init__(
-        self, weight: Weight, *, wide: bool = False, choose: Callable[[int, Format, torch.dtype], Tiles] | None = None
+        self,
+        weight: Weight,
+        *,
+        wide: bool = False,
+        groups: int = 1,
+        choose: Callable[[int, Format, torch.dtype], Tiles] | None = None,
     ) -> None:
         self._weight = weight
+        self._groups = groups
         self._wide = wide
         self._choose = choose or choose_tiles
 
@@ -43,6 +52,8 @@ class TritonLinear:
         if not M:
             return out
         tiles = self._choose(M, weight.format, x.dtype)
+        if self._groups > 1:  # a tile's outputs read the same columns
+            tiles = replace(tiles, outputs=math.gcd(tiles.outputs, O // self._groups))
         _linear_kernel[(triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs),)](
             x,
             codes_of(weight),
@@ -51,6 +62,7 @@ class TritonLinear:
             M,
             O,
             INPUTS=I,
+            GROUPS=self._groups,
             FORMAT=FORMAT_CODES[weight.format],
             OPERAND=operand(x),
             PRECISION=precision(x),
@@ -87,6 +99,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     outputs,
     INPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -103,16 +116,18 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     first = program // (GROUP * num_tiles) * GROUP
     size = tl.minimum(GROUP, num_blocks - first)
     rest = program - first * num_tiles
-    column = (first + rest % size) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = first + rest % size
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (rest // size) * BLOCK_M + tl.arange(0, BLOCK_M)
     column_ok = column < outputs
     row_ok = row < num_rows
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     rows = row.to(tl.int64)
+    inputs = x + rows[:, None] * (GROUPS * INPUTS) + block * BLOCK_N // (outputs // GROUPS) * INPUTS
     for k in range(0, INPUTS, BLOCK_K):
         index = k + tl.arange(0, BLOCK_K)
         mask = row_ok[:, None] if EVEN else row_ok[:, None] & (index[None, :] < INPUTS)
-        part = tl.trans(tl.load(x + rows[:, None] * INPUTS + index[None, :], mask=mask, other=0.0)).to(OPERAND)
+        part = tl.trans(tl.load(inputs + index[None, :], mask=mask, other=0.0)).to(OPERAND)
         weight = weight_tile(values, scales, column.to(tl.int64), column_ok, k, INPUTS, FORMAT, OPERAND, BLOCK_K, EVEN)
         total = tl.dot(weight, part, total, input_precision=PRECISION)
     places = out + rows[:, None] * outputs + column[None, :]

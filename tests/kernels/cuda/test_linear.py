@@ -57,3 +57,13 @@ def test_stacked_fp8_weights_keep_their_own_scales(device: torch.device) -> None
 def test_no_rows_give_no_rows(device: torch.device) -> None:
     """A rank without tokens."""
     assert TritonLinear(random_weight(Format.FP8, 40, 128, 1, device))(noise(device, 0, 128)).shape == (0, 40)
+
+
+@pytest.mark.parametrize("form", [Format.FP8, Format.DENSE])
+def test_grouped_outputs_read_their_own_columns(device: torch.device, form: Format) -> None:
+    """The bits of each group's product by itself, whatever rows come along."""
+    parts = [random_weight(form, 64, 128, seed, device) for seed in range(3)]
+    x = noise(device, 21, 3 * 128)
+    got = TritonLinear(stacked(parts), groups=3)(x)
+    alone = [TritonLinear(part)(x[:, g * 128 : (g + 1) * 128].contiguous()) for g, part in enumerate(parts)]
+    assert torch.equal(got, torch.cat(alone, 1))
