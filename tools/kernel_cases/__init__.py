@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-FAMILIES = ("experts", "linear", "feed_forward", "attention", "hyper_connection", "indexer")
+FAMILIES = ("experts", "linear", "feed_forward", "attention", "hyper_connection", "indexer", "compressor")
 
 
 class Scale(StrEnum):

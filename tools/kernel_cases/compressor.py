@@ -1,0 +1,110 @@
+"""Compressed entries that close, and the norm and rotation of rows by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
+from dsparkd.kernels.cuda.norm import rms_norm, rotate_
+from dsparkd.kernels.rotary import rotate_ as torch_rotate_
+from tools.kernel_cases import Case, Scale
+from tools.kernel_cases.rows import random_floats, random_rotation, random_values
+
+EPS = 1e-6
+RING_ROWS = 8192
+
+
+def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
+    """Both compressors at the entries that close in a decode step of 64 sequences, and in a prefill of 8,192 tokens."""
+    if scale is Scale.SMALL:
+        yield _closing(5, 8, 32, 16, 8, device)
+        yield _closing(2, 128, 32, 0, 8, device)
+        yield _norm(6, 48, device)
+        yield _rotation(6, 4, 32, 8, device)
+        return
+    for entries in (96, 2048):
+        yield _closing(entries, 8, 512, 128, 64, device)
+    for entries in (3, 64):
+        yield _closing(entries, 128, 512, 0, 64, device)
+    for tokens in (384, 8192):
+        yield _norm(tokens, 1024, device)
+        yield _rotation(tokens, 64, 128, 64, device)
+
+
+def _closing(num_entries: int, span: int, width: int, key_width: int, rotary: int, device: torch.device) -> Case:
+    """span 8 with indexer keys, or 128 without."""
+    channels = width + key_width
+    row = (4 if key_width else 2) * channels
+    ring, rows = random_floats(device, RING_ROWS, row, seed=1), random_floats(device, 512, row, seed=2)
+    draw = torch.Generator().manual_seed(3)
+    sources = torch.randint(1, RING_ROWS + 512, (num_entries, span), generator=draw)
+    sources = torch.where(sources >= RING_ROWS, RING_ROWS - 1 - sources, sources).to(device)
+    rotation = random_rotation(device, num_entries, rotary)
+    norm, key_norm = 1 + 0.2 * random_floats(device, width, seed=4), 1 + 0.2 * random_floats(device, width, seed=5)
+
+    def run(part: slice) -> Tensor:
+        n = part.stop - part.start
+        pages = torch.empty((n, width), dtype=torch.bfloat16, device=device)
+        keys = torch.empty((n, key_width), dtype=torch.bfloat16, device=device)
+        closing = Closing(sources[part].view(-1), torch.arange(n, device=device), rotation.rows(part))
+        second = Part(key_norm[:key_width], keys) if key_width else None
+        close_entries(rows, ring, closing, EPS, Part(norm, pages), second)
+        return torch.cat((pages, keys), 1)
+
+    def reference(part: slice) -> Tensor:
+        spans = torch.where((sources[part] >= 0)[..., None], ring[sources[part].clamp(min=0)], 0)
+        fresh = rows[(-1 - sources[part]).clamp(min=0)]
+        spans = torch.where((sources[part] >= 0)[..., None], spans, fresh).unflatten(2, (2, -1, channels))
+        if key_width:
+            spans = torch.cat((spans[:, :4, :, 0], spans[:, 4:, :, 1]), 1)[:, :, :, None]
+        mixed = (spans[:, :, 1, 0].softmax(1) * spans[:, :, 0, 0]).sum(1).bfloat16().float()
+        made = []
+        for x, weight in ((mixed[:, :width], norm), (mixed[:, width:], key_norm[:key_width])):
+            normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+            made.append(torch_rotate_(normed[:, None], rotation.rows(part))[:, 0] if x.shape[1] else x)
+        return torch.cat(made, 1)
+
+    read = channels if key_width else row // 2  # of values, and as many gates, of each row of the span
+    return Case(
+        name="compressor.csa" if key_width else "compressor.hca",
+        shape=f"{num_entries} entries of {span}",
+        num_rows=num_entries,
+        run=run,
+        reference=reference,
+        tolerance=1e-2,
+        floor_bytes=num_entries * (span * 2 * read * 4 + 2 * channels),
+    )
+
+
+def _norm(tokens: int, width: int, device: torch.device) -> Case:
+    wide, weight = random_values(device, tokens, width + 512, seed=1), 1 + 0.2 * random_floats(device, width, seed=2)
+
+    def reference(part: slice) -> Tensor:
+        x = wide[part, :width].double()
+        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+    return Case(
+        name="norm",
+        shape=f"{tokens} x {width}",
+        num_rows=tokens,
+        run=lambda part: rms_norm(wide[part, :width], weight, EPS),
+        reference=reference,
+        tolerance=1e-2,
+        floor_bytes=4 * tokens * width,
+    )
+
+
+def _rotation(tokens: int, heads: int, width: int, rotary: int, device: torch.device) -> Case:
+    x, rotation = random_values(device, tokens, heads, width, seed=1), random_rotation(device, tokens, rotary)
+    return Case(
+        name="rotation",
+        shape=f"{tokens} x {heads} x {width}, and a copy",
+        num_rows=tokens,
+        run=lambda part: rotate_(x[part].clone(), rotation.rows(part)),
+        reference=lambda part: torch_rotate_(x[part].float(), rotation.rows(part)),
+        tolerance=1e-2,
+        floor_bytes=tokens * heads * (2 * 2 * width + 2 * 2 * rotary),
+    )
