@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsparkd.kernels import attention as kernel
 from dsparkd.kernels import rotary
+from dsparkd.kernels import rows as kept
 from dsparkd.kernels.attention import EntryKeys, WindowKeys
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
@@ -150,7 +151,7 @@ class Attention:
         if metadata.num_closing:
             pages = (slots,) if keys is None else (slots, keys)
             self._compressor.close(rows, ring, metadata, rotations.closing(metadata), pages)
-        ring.index_copy_(0, metadata.store.dst, rows.index_select(0, metadata.store.src))
+        kept.store(ring, metadata.store.dst, rows, metadata.store.src)
         query = None
         if self._indexer is not None and max(metadata.block_counts) > self._indexer.topk:
             query = self._indexer.query(residual, x, rotations.forward)
@@ -187,7 +188,7 @@ class Attention:
             attend(queries[part], window, chosen, self._projections.sink, inverse.rows(part), output[part])
         # Only now: storing the chunk overwrites rows that its first tokens still needed.
         store = inputs.attention.window_store
-        ring.index_copy_(0, store.dst, keys.index_select(0, store.src))
+        kept.store(ring, store.dst, keys, store.src)
         return output
 
     def _choose(self, entries: _Entries, b: int, part: slice) -> EntryKeys | None:

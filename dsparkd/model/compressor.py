@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsparkd.kernels import attention
 from dsparkd.kernels.rotary import Rotation, rotate_
+from dsparkd.kernels.rows import add_by_phase
 from dsparkd.kv.geometry import CSA_RATIO
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.inputs import CompressedMetadata
@@ -48,8 +49,7 @@ class Compressor:
     def project(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, D] -> rows [T, 2 * halves * c] float32: values, and gates with the bias of the token's offset."""
         rows = self._project(x)
-        gates = rows[:, rows.shape[1] // 2 :]
-        gates += self._ape.index_select(0, positions % self._ratio)
+        add_by_phase(rows, self._ape, positions)
         return rows
 
     def close(

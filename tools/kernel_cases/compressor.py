@@ -57,7 +57,9 @@ def _closing(num_entries: int, span: int, width: int, key_width: int, rotary: in
     def reference(part: slice) -> Tensor:
         spans = torch.where((sources[part] >= 0)[..., None], ring[sources[part].clamp(min=0)], 0)
         fresh = rows[(-1 - sources[part]).clamp(min=0)]
-        spans = torch.where((sources[part] >= 0)[..., None], spans, fresh).unflatten(2, (2, -1, channels))
+        spans = torch.where((sources[part] >= 0)[..., None], spans, fresh).view(
+            -1, span, 2, row // 2 // channels, channels
+        )
         if key_width:
             spans = torch.cat((spans[:, :4, :, 0], spans[:, 4:, :, 1]), 1)[:, :, :, None]
         mixed = (spans[:, :, 1, 0].softmax(1) * spans[:, :, 0, 0]).sum(1).bfloat16().float()

@@ -1,0 +1,39 @@
+"""Stores into rings and biases by phase, Triton and torch form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsparkd.kernels import rows as torch_rows
+from dsparkd.kernels.cuda import rows as triton_rows
+from tests.kernels.cuda.values import DTYPES, noise
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [40, 1500])
+def test_rows_lie_where_they_belong_and_the_rest_stays(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Bits are copied; a step that keeps nothing changes nothing."""
+    ring, rows = noise(12, width).to(dtype), noise(5, width, seed=1).to(dtype)
+    dst, src = torch.tensor([7, 0, 11]), torch.tensor([4, 2, 2])
+    expected = ring.clone()
+    torch_rows.store(expected, dst, rows, src)
+    assert torch.equal(expected[7], rows[4])
+    got = ring.clone().to(device)
+    triton_rows.store(got, dst.to(device), rows.to(device), src.to(device))
+    assert torch.equal(got.cpu(), expected)
+    triton_rows.store(got, dst[:0].to(device), rows.to(device), src[:0].to(device))
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("half", [24, 1100])
+def test_the_second_half_gets_the_bias_of_the_position(device: torch.device, half: int) -> None:
+    """One addition, so the bits are the torch form's."""
+    rows, bias, positions = noise(6, 2 * half), noise(4, half, seed=1), torch.tensor([0, 5, 2, 3, 1_000_003, 4])
+    expected = rows.clone()
+    torch_rows.add_by_phase(expected, bias, positions)
+    assert torch.equal(expected[:, :half], rows[:, :half])
+    assert torch.equal(expected[4, half:], rows[4, half:] + bias[3])
+    got = rows.clone().to(device)
+    triton_rows.add_by_phase(got, bias.to(device), positions.to(device))
+    assert torch.equal(got.cpu(), expected)
