@@ -178,3 +178,20 @@ def test_a_partial_overlap_of_input_and_output_is_refused(device: torch.device) 
             norm_and_rotate(query, latent.to(device), norms.to(device), turn, 1e-6, queries, query.new_empty((N, 64)))
     behind = storage[size:].view(N, 8, 64)
     norm_and_rotate(query, latent.to(device), norms.to(device), turn, 1e-6, behind, query.new_empty((N, 64)))
+
+
+def test_padding_rows_stay_finite_and_nothing_beside_the_rows_is_written(device: torch.device) -> None:
+    """T-36: a row of zeros has no length to divide by, and sentinels before and behind the tensors keep their bits."""
+    size = N * 3 * 64
+    storage = torch.full((size + 2 * 64,), 7.0, device=device)
+    query = storage[64:-64].view(N, 3 * 64)
+    values, latent, norms, rotation = heads_case(3, 64, torch.float32)
+    values[-2:] = 0
+    query.copy_(values)
+    turn = Rotation(rotation.cos.to(device), rotation.sin.to(device))
+    queries, keys = TritonAttention().heads(query, latent.to(device), norms.to(device), turn, 1e-6)
+    assert (storage[:64] == 7).all()
+    assert (storage[-64:] == 7).all()
+    assert not queries[-2:].any()
+    assert queries.isfinite().all()
+    assert keys.isfinite().all()
