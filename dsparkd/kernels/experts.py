@@ -55,7 +55,9 @@ def bind(shard: ExpertShard) -> ExpertsKernel:
     if values.device.type == "cuda":
         from dsparkd.kernels.cuda.experts import TritonExperts  # a start on the cpu loads no compiler
 
-        return TritonExperts(shard)
+        experts = TritonExperts(shard)
+        experts.compile()
+        return experts
     if values.dtype == torch.float32:
         return CpuExperts(shard)
     return TorchExperts(shard)

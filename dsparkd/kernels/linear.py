@@ -34,7 +34,9 @@ def bind(weight: Weight, *, wide: bool = False) -> LinearKernel:
     if weight.values.device.type == "cuda":
         from dsparkd.kernels.cuda.linear import TritonLinear  # a start on the cpu loads no compiler
 
-        return TritonLinear(weight, wide=wide)
+        product = TritonLinear(weight, wide=wide)
+        product.compile()
+        return product
     # As products of few rows read it fastest.
     operand = weight.values.t().contiguous()
     if operand.dtype == torch.float32:

@@ -111,7 +111,9 @@ def _grouped_linear(source: WeightSource, name: str, groups: int) -> Callable[[T
     if source.device.type == "cuda":
         from dsparkd.kernels.cuda.linear import TritonLinear  # a cpu start imports no triton
 
-        return TritonLinear(source.weight(name), groups=groups)
+        grouped = TritonLinear(source.weight(name), groups=groups)
+        grouped.compile()
+        return grouped
     weight = source.linear(name)
     factors = weight.view(groups, weight.shape[0] // groups, -1).transpose(1, 2).contiguous()  # [G, I, O / G]
 

@@ -45,12 +45,25 @@ class TritonExperts:
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel."""
+        tiles = self._choose(expert_ids.numel(), self._num_experts, self._w13.format, x.dtype)
+        return self._sum(x, expert_ids, shares, tiles)
+
+    def compile(self) -> None:
+        """Compile for every tile shape that loads may ask for, at start: no step shall wait for a compiler."""
+        values = self._w13.values
+        dtype = values.dtype if self._w13.format is Format.DENSE else torch.bfloat16
+        x = torch.zeros((1, self._w13.shape[1]), dtype=dtype, device=values.device)
+        expert_ids = torch.full((1, 1), self._first, dtype=torch.int32, device=values.device)
+        shares = torch.zeros((1, 1), device=values.device)
+        for tiles in tiles_of(self._w13.format, dtype):
+            self._sum(x, expert_ids, shares, tiles)
+
+    def _sum(self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles) -> Tensor:
         R, D = x.shape
         total = torch.empty((R, D), dtype=torch.float32, device=x.device)
         if not R:
             return total
         top_k = expert_ids.shape[1]
-        tiles = self._choose(R * top_k, self._num_experts, self._w13.format, x.dtype)
         layout = lay_out(expert_ids, self._first, self._num_experts, tiles.rows)
         hidden = x.new_empty((len(layout.choices), self._expert_width))
         self._gate_up(x, shares, layout, tiles, hidden)
@@ -110,16 +123,22 @@ class TritonExperts:
         )
 
 
-def choose_tiles(num_choices: int, num_experts: int, form: Format, dtype: torch.dtype) -> Tiles:
-    """Pick tile sizes for a number of choices over both shards: few rows a tile where experts get few."""
+def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
+    """List the tile shapes of a format and dtype, the fewest rows first."""
     if dtype == torch.float32:
-        return Tiles(16, 32, 32, 4, 2)
+        return (Tiles(16, 32, 32, 4, 2),)
+    return (
+        Tiles(16, 64, 128, 4, 3),
+        Tiles(64, 64, 128, 4, 3),
+        Tiles(128, 128, 128 if form is Format.FP8 else 64, 8, 3),
+    )
+
+
+def choose_tiles(num_choices: int, num_experts: int, form: Format, dtype: torch.dtype) -> Tiles:
+    """Pick one of them for a number of choices over both shards: few rows a tile where experts get few."""
+    shapes = tiles_of(form, dtype)
     load = num_choices // (2 * num_experts)
-    if load <= 32:
-        return Tiles(16, 64, 128, 4, 3)
-    if load <= 128:
-        return Tiles(64, 64, 128, 4, 3)
-    return Tiles(128, 128, 128 if form is Format.FP8 else 64, 8, 3)
+    return shapes[min(sum(load > limit for limit in (32, 128)), len(shapes) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,22 @@ class TritonLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See LinearKernel."""
+        return self._product(x, self._choose(x.shape[0], self._weight.format, x.dtype))
+
+    def compile(self) -> None:
+        """Compile for every tile shape that rows may ask for, at start: no step shall wait for a compiler."""
+        values = self._weight.values
+        dtype = values.dtype if self._weight.format is Format.DENSE else torch.bfloat16
+        x = torch.zeros((1, self._groups * self._weight.shape[1]), dtype=dtype, device=values.device)
+        for tiles in tiles_of(self._weight.format, dtype):
+            self._product(x, tiles)
+
+    def _product(self, x: Tensor, tiles: Tiles) -> Tensor:
         weight = self._weight
         M, (O, I) = x.shape[0], weight.shape  # noqa: E741
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         if not M:
             return out
-        tiles = self._choose(M, weight.format, x.dtype)
         if self._groups > 1:  # a tile's outputs read the same columns
             tiles = replace(tiles, outputs=math.gcd(tiles.outputs, O // self._groups))
         _linear_kernel[(triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs),)](
@@ -77,17 +87,22 @@ class TritonLinear:
         return out
 
 
-def choose_tiles(num_rows: int, form: Format, dtype: torch.dtype) -> Tiles:
-    """Pick tile sizes for a number of rows."""
+def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
+    """List the tile shapes of a format and dtype, the fewest rows first."""
     if dtype == torch.float32:
-        return Tiles(16, 32, 32, 4, 2)
-    if num_rows <= 16:
-        return Tiles(16, 64, 128, 4, 4)
-    if num_rows <= 64:
-        return Tiles(32, 64, 128, 4, 4)
-    if num_rows <= 512:
-        return Tiles(64, 64, 128, 4, 3)
-    return Tiles(128, 128, 128 if form is Format.FP8 else 64, 8, 3)
+        return (Tiles(16, 32, 32, 4, 2),)
+    return (
+        Tiles(16, 64, 128, 4, 4),
+        Tiles(32, 64, 128, 4, 4),
+        Tiles(64, 64, 128, 4, 3),
+        Tiles(128, 128, 128 if form is Format.FP8 else 64, 8, 3),
+    )
+
+
+def choose_tiles(num_rows: int, form: Format, dtype: torch.dtype) -> Tiles:
+    """Pick one of them for a number of rows."""
+    shapes = tiles_of(form, dtype)
+    return shapes[min(sum(num_rows > limit for limit in (16, 64, 512)), len(shapes) - 1)]
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]

@@ -64,6 +64,7 @@ def _route(  # type: ignore[no-untyped-def]
     expert = tl.arange(0, BLOCK)
     real = expert < EXPERTS
     x = tl.load(logits + token * EXPERTS + expert, mask=real, other=0.0)
+    # The minimum of NaN, which padding may hold, is 20: every row has k experts, and all its places are written.
     power = tl.exp(tl.minimum(x, 20.0))
     # ln(1 + power) without losing a small power's digits: what the sum rounds away is made up for by the ratio.
     whole = 1.0 + power
@@ -76,9 +77,7 @@ def _route(  # type: ignore[no-untyped-def]
         for choice in range(TOP_K):
             chosen = tl.where(expert == tl.load(table + row * TOP_K + choice), 1, chosen)
     else:
-        left = scores + tl.load(bias + expert, mask=real, other=0.0)
-        # NaN, which padding may hold, stands above minus infinity: a row always has k experts.
-        left = tl.where(real, tl.where(left == left, left, -3e38), -float("inf"))
+        left = tl.where(real, scores + tl.load(bias + expert, mask=real, other=0.0), -float("inf"))
         for _ in range(TOP_K):
             best = tl.min(tl.where(left == tl.max(left), expert, EXPERTS - 1))  # of equal ones the lowest
             chosen = tl.where(expert == best, 1, chosen)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out
+from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
 from tools.kernel_cases.weights import random_weight
@@ -95,6 +95,15 @@ def test_rows_without_a_choice_on_the_shard_get_zeros(device: torch.device) -> N
     x = torch.ones((2, 96), dtype=torch.bfloat16, device=device)
     assert not kernel(x, ids, torch.ones((2, 2), device=device)).any()
     assert kernel(x[:0], ids[:0], torch.ones((0, 2), device=device)).shape == (0, 96)
+
+
+@pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
+def test_every_tile_shape_that_a_load_asks_for_is_compiled_at_start(device: torch.device, form: Format) -> None:
+    """No step waits for a compiler; and none is compiled in vain."""
+    asked = {choose_tiles(rows * 6, 128, form, torch.bfloat16) for rows in range(1, 9000, 7)}
+    assert asked == set(tiles_of(form, torch.bfloat16))
+    assert choose_tiles(10**6, 128, form, torch.float32) in tiles_of(form, torch.float32)
+    TritonExperts(make_shard(form, device)).compile()
 
 
 def test_tiles_grow_with_the_load() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.linear import TritonLinear
+from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles, tiles_of
 from dsparkd.kernels.weight import Format, decode, dense, stacked
 from tools.kernel_cases.weights import random_weight
 
@@ -52,6 +52,15 @@ def test_stacked_fp8_weights_keep_their_own_scales(device: torch.device) -> None
     x = noise(device, 16, 128)
     both = TritonLinear(stacked([first, second]))(x)
     assert torch.equal(both, torch.cat((TritonLinear(first)(x), TritonLinear(second)(x)), 1))
+
+
+@pytest.mark.parametrize("form", [Format.DENSE, Format.FP8])
+def test_every_tile_shape_that_rows_ask_for_is_compiled_at_start(device: torch.device, form: Format) -> None:
+    """No step waits for a compiler; and none is compiled in vain."""
+    asked = {choose_tiles(rows, form, torch.bfloat16) for rows in range(1, 9000, 7)}
+    assert asked == set(tiles_of(form, torch.bfloat16))
+    assert choose_tiles(10**6, form, torch.float32) in tiles_of(form, torch.float32)
+    TritonLinear(random_weight(form, 64, 2 * 128, 1, device), groups=2).compile()
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:

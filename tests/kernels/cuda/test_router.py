@@ -8,6 +8,7 @@ import torch
 from dsparkd.kernels.cuda.router import TritonRouter
 from dsparkd.kernels.router import RouterRule, TorchRouter
 from tests.kernels.cuda.values import noise
+from tools.gates.kernels import poisoned_memory
 
 TABLE = torch.stack([(torch.arange(50) * 3 + j * 5) % 11 for j in range(4)], 1)
 
@@ -39,5 +40,7 @@ def test_padding_that_holds_nan_names_no_expert(device: torch.device) -> None:
     rule = RouterRule(11, 4, 1.5, torch.zeros(11, device=device), None)
     logits = torch.full((3, 11), torch.nan, device=device)
     logits[0] = torch.arange(11)
-    routes = TritonRouter(rule)(logits, torch.zeros(3, dtype=torch.int64, device=device), 1)
+    ids = torch.zeros(3, dtype=torch.int64, device=device)
+    with poisoned_memory():  # an id that was not written would be one of what lay there
+        routes = TritonRouter(rule)(logits, ids, 1)
     assert routes.expert_ids.tolist() == [[7, 8, 9, 10], [11] * 4, [11] * 4]
