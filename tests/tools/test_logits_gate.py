@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsparkd.kernels import router
 from dsparkd.kernels.indexer import CpuIndexer, Visible
+from dsparkd.kernels.router import Routes
 from tests.model.values import small_values
 from tools.gates import logits
 from tools.gates.logits import Pair, num_differing
@@ -62,6 +64,24 @@ def test_a_wrong_choice_of_entries_is_noticed_though_transformers_takes_it_over(
     assert case.error < logits.TOLERANCE
     assert case.shortfall > 0.01
     assert case.other_entries > 100
+    assert not case.ok
+
+
+def test_a_wrong_choice_of_experts_is_noticed_though_transformers_takes_it_over(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that forgot its bias, or took the first experts, must not pass as rounding."""
+    routed = router.TorchRouter.__call__
+
+    def first_experts(self: router.TorchRouter, logits: Tensor, input_ids: Tensor, num_tokens: int) -> Routes:
+        low = logits.clone()
+        low[:, logits.shape[1] // 2 :] -= 30
+        return routed(self, low, input_ids, num_tokens)
+
+    monkeypatch.setattr(router.TorchRouter, "__call__", first_experts)
+    case = Pair(checkpoint).compare("recall", 0, IDS)
+    assert case.shortfall > 0.01
+    assert case.other_experts > 100
     assert not case.ok
 
 

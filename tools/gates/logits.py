@@ -7,9 +7,9 @@ tokens. Reference: transformers in float32, eager, in one pass; loaded by its ow
 by ours (tools/oracle.py), which must give the same tensors bit for bit. Ours: dsparkd's reader and model in float32.
 An error is the largest difference over the largest logit.
 
-Where two compressed entries score alike but for rounding, the two sides may keep different ones, and logits then differ
-by more than rounding. So transformers computes with our choice, and each choice is held against its own scores: by how
-much the worst entry that we keep scores below the last one that it keeps, over the largest score of the row.
+Where two compressed entries, or two experts, score alike but for rounding, the two sides may keep different ones, and
+logits then differ by more than rounding. So transformers computes with our choice, and each choice is held against its
+own scores: by how much the worst that we keep scores below the last one that it keeps, over the row's largest score.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 
 from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.router import Routes
 from dsparkd.kv.geometry import CSA_RATIO, PoolSizes
 from dsparkd.model.indexer import Indexer, IndexQuery
+from dsparkd.model.moe import MoE
 from tools.harness import ensure_checkpoint
 from tools.oracle import Engine, load_by_transformers, load_oracle, oracle_logits, relative_error
 from tools.train_nano.encode import Encoder
@@ -44,7 +47,8 @@ class Case:
     """One text's error.
 
     same_token: positions at which both find the same token likeliest. other_entries: rows, over all layers with an
-    indexer, where the two sides keep other entries. shortfall: the largest, as the module says.
+    indexer, where the two sides keep other entries. other_experts: the same of layers with a learned router.
+    shortfall: the largest of both, as the module says.
     """
 
     task: str
@@ -53,6 +57,7 @@ class Case:
     error: float
     same_token: int
     other_entries: int
+    other_experts: int
     shortfall: float
     seconds: float
 
@@ -124,6 +129,46 @@ class ChoiceHook:
         return ours_sorted
 
 
+class RouteRecorder:
+    """Remembers the experts that one router of ours chose in a pass: [T, k], padding included."""
+
+    def __init__(self, moe: MoE) -> None:
+        self.expert_ids = torch.empty(0)
+        self._route = moe._route
+        vars(moe)["_route"] = self.route
+
+    def route(self, logits: Tensor, input_ids: Tensor, num_tokens: int) -> Routes:
+        """See kernels.router."""
+        routes = self._route(logits, input_ids, num_tokens)
+        self.expert_ids = routes.expert_ids.long()
+        return routes
+
+
+class RouteHook:
+    """Gives one learned router of transformers our choice in place of its own, and compares the two."""
+
+    def __init__(self, theirs: DeepseekV4TopKRouter, ours: RouteRecorder) -> None:
+        self.other_experts = 0
+        self.shortfall = 0.0
+        self._ours = ours
+        theirs.register_forward_hook(self._replace)
+
+    def _replace(
+        self, theirs: DeepseekV4TopKRouter, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """output: logits [T, E], shares [T, k] and experts [T, k]."""
+        logits, _, indices = output
+        ours = self._ours.expert_ids[: len(indices)]
+        scores = theirs.score_fn(logits)
+        ranked = scores + theirs.e_score_correction_bias
+        short = ranked.gather(1, indices).amin(1) - ranked.gather(1, ours).amin(1)
+        distinct = (ours.sort(1).values.diff(dim=1) > 0).all()
+        self.shortfall = float((short / ranked.abs().amax(1)).max()) if distinct else float("inf")
+        self.other_experts = int((ours.sort(1).values != indices.sort(1).values).any(1).sum())
+        shares = scores.gather(1, ours)
+        return logits, shares / shares.sum(1, keepdim=True) * theirs.routed_scaling_factor, ours
+
+
 def texts(encoder: Encoder, per_task: int) -> Iterator[tuple[str, int, list[int]]]:
     """Task, index and ids of what is compared: `per_task` short texts of each task, then the long one."""
     for task in TASKS:
@@ -149,18 +194,22 @@ def num_differing(ours: DeepseekV4ForCausalLM, theirs: DeepseekV4ForCausalLM) ->
 
 
 class Pair:
-    """The two models, joined at their indexers."""
+    """The two models, joined at their indexers and learned routers."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.oracle = load_oracle(checkpoint)
         self._engine = Engine(checkpoint, sizes=PoolSizes(1 + -(-max(LONG_TOKENS[1], SHORT_TOKENS) // 256), 2, 1))
-        self._hooks = []
+        self._hooks: list[ChoiceHook] = []
+        self._route_hooks: list[RouteHook] = []
         for layer, block in enumerate(self._engine.model.blocks):
             indexer = block.attention._indexer
             if indexer is not None:
                 recorder = Recorder(indexer, self._engine.geometry.csa_entries_per_page)
                 theirs = self.oracle.model.layers[layer].self_attn.compressor.indexer
                 self._hooks.append(ChoiceHook(theirs, recorder))
+            router = self.oracle.model.layers[layer].mlp.gate
+            if isinstance(router, DeepseekV4TopKRouter):
+                self._route_hooks.append(RouteHook(router, RouteRecorder(block.moe)))
 
     def compare(self, task: str, index: int, ids: list[int]) -> Case:
         """Run one text through both, ours first."""
@@ -174,7 +223,8 @@ class Pair:
             error=relative_error(logits, reference),
             same_token=int((logits.argmax(-1) == reference.argmax(-1)).sum()),
             other_entries=sum(hook.other_entries for hook in self._hooks),
-            shortfall=max(hook.shortfall for hook in self._hooks),
+            other_experts=sum(hook.other_experts for hook in self._route_hooks),
+            shortfall=max(hook.shortfall for hooks in (self._hooks, self._route_hooks) for hook in hooks),
             seconds=round(time.perf_counter() - began, 1),
         )
 
@@ -194,14 +244,15 @@ def main(argv: list[str]) -> int:
     cases: list[Case] = []
     if not arguments.json:
         print(f"transformers' own conversion and ours: {differing} tensors differ")
-        print("task       index tokens    error  same token  other entries  shortfall     s", flush=True)
+        print("task       index tokens    error  same token  other entries  experts  shortfall     s", flush=True)
     for task, index, ids in texts(Encoder(checkpoint / "tokenizer.json"), arguments.per_task):
         case = pair.compare(task, index, ids)
         cases.append(case)
         if not arguments.json:
             print(
                 f"{task:10} {index:5} {case.tokens:6} {case.error:8.1e} {case.same_token / case.tokens:11.2%} "
-                f"{case.other_entries:14} {case.shortfall:10.1e} {case.seconds:5.1f}  {'ok' if case.ok else 'FAIL'}",
+                f"{case.other_entries:14} {case.other_experts:8} {case.shortfall:10.1e} {case.seconds:5.1f}  "
+                f"{'ok' if case.ok else 'FAIL'}",
                 flush=True,
             )
     elapsed = round(time.perf_counter() - began, 1)
