@@ -45,6 +45,11 @@ class Compressor:
             *(part.chunk(halves)[half] for group in (values, gates) for half in range(halves) for part in group)
         )
         self._ape = torch.cat([part.chunk(halves, 1)[half] for half in range(halves) for part in apes], 1)
+        if self._is_fused:
+            from dsparkd.kernels.cuda.compressor import prepare  # a cpu start imports no triton
+
+            key_norm = self._key_norm if self._overlap else None
+            prepare(self._norm, key_norm, halves * ratio, config.qk_rope_head_dim, source.dtype)
 
     def project(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, D] -> rows [T, 2 * halves * c] float32: values, and gates with the bias of the token's offset."""

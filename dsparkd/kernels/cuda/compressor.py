@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,6 +73,18 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         BLOCK_D=triton.next_power_of_2(max(width, key_width)),
         num_warps=8,
     )
+
+
+def prepare(norm: Tensor, key_norm: Tensor | None, span: int, rotary: int, dtype: torch.dtype) -> None:
+    """Compile for these norms' widths, spans and rotary width at start: an entry of 128 tokens closes long after the
+    first step, and no step shall wait for a compiler."""
+    width = norm.shape[0]
+    channels = width if key_norm is None else width + key_norm.shape[0]
+    rows = norm.new_zeros((1, channels * (2 if key_norm is None else 4)))
+    sources, angles = torch.ones(span, dtype=torch.int64, device=norm.device), norm.new_zeros((1, 1, rotary))
+    closing = Closing(-sources, sources[:1] - 1, Rotation(angles, angles))
+    keys = None if key_norm is None else Part(key_norm, key_norm.new_zeros((1, channels - width), dtype=dtype))
+    close_entries(rows, rows, closing, 1.0, Part(norm, norm.new_zeros((1, width), dtype=dtype)), keys)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
+from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries, prepare
 from dsparkd.kernels.rotary import Rotation
 from tests.kernels.cuda.values import DTYPES, close, noise
 
@@ -92,3 +92,10 @@ def test_an_entrys_bits_do_not_depend_on_the_others(device: torch.device, overla
         alone = case.run(device, slice(n, n + 1))
         assert torch.equal(alone[0][place], whole[0][place])
         assert not overlap or torch.equal(alone[1][place], whole[1][place])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preparing_runs_a_whole_close(device: torch.device, overlap: bool) -> None:
+    """Of the widths given, in memory of its own."""
+    case = Case(overlap, torch.float32)
+    prepare(case.norms[0].to(device), case.norms[1].to(device) if overlap else None, case.span, R, torch.float32)
