@@ -11,6 +11,7 @@ from dsparkd.grammar.shape import Anything, Objects, Shape, Strings, UndecidedEr
 MAX_COUNTED_OPTIONAL = 50  # optional properties beside minProperties or maxProperties: XGrammar's cost is their product
 MAX_KEY_PATTERNS = 40
 MAX_KEY_NODES = 32  # states of the pattern of "any other key"; each costs XGrammar about 20 ms
+NAMES_OF_ITSELF = "propertyNames refers to a schema around it"
 
 Generated = tuple[tuple[pattern.Node | None, Shape], ...]
 
@@ -96,7 +97,7 @@ class ObjectMerge:
                     raise NeverError(self._inspection.first_place(self._elements, ("propertyNames",)))
                 members[name] = self._lowering.lower(self._holding_for(name), self._level + 1)
             except UndecidedError:
-                self._inspection.refuse(self._elements[0].at, "propertyNames refers to a schema around it")
+                self._inspection.refuse(self._elements[0].at, NAMES_OF_ITSELF)
             except NeverError:
                 if name in required:
                     raise
@@ -140,6 +141,9 @@ class ObjectMerge:
             return None
         try:
             shape = self._lowering.property_names(elements, self._level + 1)
+        except UndecidedError:
+            self._inspection.refuse(elements[0].at, NAMES_OF_ITSELF)
+            return None
         except NeverError:
             return Values(())
         return None if shape in (Anything(), Strings()) else shape

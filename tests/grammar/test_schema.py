@@ -204,6 +204,8 @@ REFUSED: list[tuple[object, str, str]] = [
     (objects(properties={"n": {"$ref": "#"}}, required=["n"]), "unsatisfiable_schema", ""),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "schema_cycle", "/$defs/a"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}}, "schema_cycle", "/$defs/a"),
+    ({"propertyNames": {"$ref": "#"}}, "unsupported_schema", "/propertyNames"),
+    (objects(minProperties=1, propertyNames={"anyOf": [{"$ref": "#"}]}), "unsupported_schema", "/propertyNames"),
     ({"$ref": "#/$defs/gone"}, "unresolved_ref", "/$ref"),
     ({"anyOf": [True, {"items": {"$ref": "#nowhere"}}]}, "unresolved_ref", "/anyOf/1/items/$ref"),
     ({"$ref": "https://example.com/x.json"}, "unsupported_ref", "/$ref"),
