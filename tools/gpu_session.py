@@ -1,10 +1,12 @@
 """What a session on the GPU host runs, part by part, with result files that say where and of what they are.
 
-    python -m tools.gpu_session --part nano|quality|suite|exchange --out DIR [--commit ID]
+    python -m tools.gpu_session --part nano|kernels|gates|bench|quality|suite|exchange --out DIR [--commit ID]
 
-nano: the cuda_ids gate and the tests marked gpu and gpu2. quality: the whole exam of the shipped checkpoint, served on
-two GPUs. suite: the cpu test suite, on that host's Python and torch, without tests/test_unit_file.py, which needs
-systemd. exchange: the ranks' agreement beside gloo, on an idle host and while both GPUs are busy (needs a C compiler).
+nano: the cuda_ids gate and the tests marked gpu and gpu2. kernels: each against its reference, and how near to the
+hardware it is. gates: what the pipeline waits for, and the ids of both ranks on one GPU. bench: speculation beside
+plain decoding, both ranks on one GPU. quality: the whole exam of the shipped checkpoint, served on two GPUs. suite: the
+cpu test suite, on that host's Python and torch, without tests/test_unit_file.py, which needs systemd. exchange: the
+ranks' agreement beside gloo, on an idle host and while both GPUs are busy (needs a C compiler).
 Each part ends within ten minutes, writes DIR/PART.json and the output of each step, and prints a short table last.
 Without a .git directory beside it, name the commit.
 """
@@ -51,10 +53,30 @@ class Result:
 
 
 PYTHON = sys.executable
+GPU_TESTS = (PYTHON, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
 PARTS: dict[str, tuple[Step, ...]] = {
     "nano": (
         Step("cuda_ids", (PYTHON, "-m", "tools.gates", "cuda_ids"), 240),
         Step("gpu_tests", (PYTHON, "-m", "pytest", "-m", "gpu or gpu2", "-p", "no:cacheprovider"), 120),
+    ),
+    "kernels": (
+        Step(
+            "kernels", (PYTHON, "-m", "tools.gates", "kernels", "--device", "cuda", "--out", "{out}/checked.json"), 180
+        ),
+        Step("kernel_tests", (*GPU_TESTS, "tests/kernels", "tests/tools"), 150),
+        Step("kernel_bench", (PYTHON, "-m", "tools.bench", "kernels", "--out", "{out}/bench_kernels.json"), 240),
+    ),
+    "gates": (
+        Step("trace", (PYTHON, "-m", "tools.gates", "pipeline_trace", "--out", "{out}/pipeline_trace.json"), 100),
+        Step("shared_ids", (PYTHON, "-m", "tools.gates", "cuda_ids", "--shared-device"), 150),
+        Step("other_tests", (*GPU_TESTS, "tests/executor", "tests/grammar", "tests/gpu"), 150),
+    ),
+    "bench": (
+        Step(
+            "dspark",
+            (PYTHON, "-m", "tools.bench", "dspark", "--device", "cuda", "--shared-device", "--rounds", "1"),
+            580,
+        ),
     ),
     "quality": (
         Step(
