@@ -409,8 +409,16 @@ def test_warm_up_runs_the_largest_steps_on_valid_memory(config: Config) -> None:
     clock = iter([0, 5, 10, 2_000_000_010]).__next__
     steps = []
     fake = SimpleNamespace(step=lambda plan, counts: steps.append((plan, counts)))
-    assert rank.warm_up(fake, [chunk, decode], clock) == 2.0
+    assert rank.warm_up(fake, [chunk, decode], 1, clock) == 2.0
     assert steps == [(chunk, (256, 256)), (decode, (4, 4))]
+
+
+def test_what_the_first_pass_compiles_is_no_tick() -> None:
+    """L-15: a start with an empty cache of kernels would ask for time-outs of minutes, and never come up again."""
+    clock = iter([0, 60_000_000_000, 60_000_000_000, 60_500_000_000]).__next__
+    plan = SimpleNamespace(num_tokens=3)
+    assert rank.warm_up(SimpleNamespace(step=lambda plan, counts: None), [plan], 2, clock) == 0.5
+    assert rank.WARM_UP_PASSES == {"cpu": 1, "cuda": 2}
 
 
 @pytest.fixture
