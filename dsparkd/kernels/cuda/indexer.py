@@ -42,7 +42,8 @@ class TritonIndexer:
         """See IndexerKernel."""
         n = query.shape[0]
         chosen = torch.empty((n, -(-top_k // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=query.device)
-        step = max(1, SCORE_BYTES // (4 * visible.most))
+        # Whole sixteens: Triton compiles anew for pointers that are aligned to less than that, wherever a part begins.
+        step = max(16, SCORE_BYTES // (4 * visible.most) // 16 * 16)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             seen = Visible(visible.slots, visible.rows[part], visible.counts[part], visible.most)
