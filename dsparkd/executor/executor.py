@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.config import Config, KVConfig
-from dsparkd.errors import CheckpointError, InvariantError
+from dsparkd.errors import CapabilityError, CheckpointError, InvariantError
 from dsparkd.executor import rejection, verify
 from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.masks import Masker
@@ -87,6 +89,8 @@ class Executor:
         torch.set_num_threads(1)
         if device.type == "cpu":
             require_row_invariance()
+        else:
+            require_compiler()
         directory = Path(config.engine.checkpoint)
         model_config = load_model_config(directory)
         dtype = DTYPES[config.engine.dtype]
@@ -232,6 +236,16 @@ def _rows_of(values: Sequence[float], num_rows: int) -> tuple[tuple[float, ...],
         return ()
     width = len(values) // num_rows
     return tuple(tuple(values[at : at + width]) for at in range(0, len(values), width))
+
+
+def require_compiler() -> None:
+    """Raise CapabilityError where Triton would find no C compiler to build its kernels' launchers with."""
+    if not os.environ.get("CC") and not any(shutil.which(name) for name in ("gcc", "clang")):
+        raise CapabilityError(
+            feature='engine.device = "cuda"',
+            missing="a C compiler, with which Triton builds the launchers of its kernels",
+            remedy="install gcc or clang",
+        )
 
 
 def rank_device(config: Config, dp_rank: int) -> torch.device:

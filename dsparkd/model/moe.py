@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsparkd.errors import CheckpointError
 from dsparkd.kernels import experts as kernel
 from dsparkd.kernels import feed_forward, router
 from dsparkd.kernels.router import RouterRule, Routes
@@ -60,6 +61,15 @@ class Experts:
         return self._kernel(*unpack(rows, self._dtype, self._width, self._top_k))
 
 
+def hash_table(source: WeightSource, name: str, num_experts: int) -> Tensor:
+    """Experts of each token [V, k]. Raises CheckpointError for one that does not exist or stands twice in a row."""
+    table = source.integer(name)
+    ordered = table.sort(dim=1).values
+    if ordered.min() < 0 or ordered.max() >= num_experts or (ordered.diff(dim=1) == 0).any():
+        raise CheckpointError(f"{name}: every token needs experts of 0..{num_experts - 1}, no one twice")
+    return table
+
+
 def pack(x: Tensor, routes: Routes) -> Tensor:
     """x [T, D] and its routes -> [T, C] float32 words, bit patterns."""
     return torch.cat((x.view(torch.float32), routes.shares, routes.expert_ids.view(torch.float32)), 1)
@@ -86,7 +96,7 @@ class MoE:
             top_k=config.num_experts_per_tok,
             scaling=config.routed_scaling_factor,
             bias=None if hashed else source.float32(f"{name}.gate.bias"),
-            table=source.integer(f"{name}.gate.tid2eid") if hashed else None,
+            table=hash_table(source, f"{name}.gate.tid2eid", config.n_routed_experts) if hashed else None,
         )
         self._route = router.bind(rule, source.device)
         self._between = feed_forward.bind(source.device)

@@ -17,7 +17,7 @@ import xgrammar
 from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, SchedulerConfig, resolve
 from dsparkd.errors import CapabilityError, CheckpointError, InvariantError
 from dsparkd.executor.collectives import RankGroups
-from dsparkd.executor.executor import Executor
+from dsparkd.executor.executor import Executor, require_compiler
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, StepKind
 from dsparkd.grammar.compiler import tokenizer_info
@@ -402,3 +402,14 @@ def test_build_proves_the_cpu_kernels_before_it_loads_anything(
         Executor.build(config_of(checkpoint), 0, exchange, lambda *stage: stages.append(stage))
 
     assert stages == []
+
+
+def test_a_host_without_a_c_compiler_is_told_to_install_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would fail in the first step, and the unit would be restarted for nothing."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("dsparkd.executor.executor.shutil.which", lambda name: None)
+    with pytest.raises(CapabilityError, match="install gcc or clang"):
+        require_compiler()
+
+    monkeypatch.setattr("dsparkd.executor.executor.shutil.which", lambda name: f"/usr/bin/{name}")
+    require_compiler()

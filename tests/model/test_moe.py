@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsparkd.errors import CheckpointError
 from dsparkd.kernels.router import Routes
 from dsparkd.model.config import ModelConfig, load_model_config
-from dsparkd.model.moe import LocalExpertExchange, MoE, pack, unpack
+from dsparkd.model.moe import LocalExpertExchange, MoE, hash_table, pack, unpack
 from dsparkd.model.weights import Checkpoint
 
 CPU = torch.device("cpu")
@@ -162,3 +164,12 @@ def test_packed_rows_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(got[0].view(torch.uint8), x.view(torch.uint8))
     assert torch.equal(got[1].long(), ids)
     assert torch.equal(got[2], weights)
+
+
+@pytest.mark.parametrize("row", [[3, 3], [0, 4], [-1, 2]])
+def test_a_hash_table_with_other_than_distinct_experts_is_refused(row: list[int]) -> None:
+    """A kernel that fills a place for each expert would leave one as it found it: memory of an earlier step."""
+    good, bad = torch.tensor([[0, 1], [3, 2]]), torch.tensor([[0, 1], row])
+    assert hash_table(SimpleNamespace(integer=lambda name: good), "t", 4) is good
+    with pytest.raises(CheckpointError, match=r"^t: .*0\.\.3"):
+        hash_table(SimpleNamespace(integer=lambda name: bad), "t", 4)
