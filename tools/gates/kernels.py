@@ -4,13 +4,14 @@
 
 On cuda the shapes are the released geometry's, and each kernel is captured into a CUDA graph, too: a kernel that reads
 a value back to the host, or takes memory in a way that a graph cannot hold, fails there. On cpu (--device cpu) small
-shapes run under Triton's interpreter, for which TRITON_INTERPRET=1 has to be set.
+shapes run under Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,6 +124,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     began = time.perf_counter()
     device = torch.device(arguments.device)
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the cases do
     scale = Scale.FLASH if device.type == "cuda" else Scale.SMALL
     outcomes = [check(case, device) for case in all_cases(device, scale, arguments.only)]
     elapsed = round(time.perf_counter() - began, 1)
