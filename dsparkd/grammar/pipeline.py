@@ -146,7 +146,8 @@ class Slot:
 
 
 class Pipeline:
-    """Owned by the tick thread. Memory, streams and events are made here, none in a step.
+    """Owned by the tick thread. Memory, streams and events are made here, and none in a step but for two cases: results
+    more than there ever were (log-probabilities of a long prompt), and the chances that a compact layout waits for.
 
     rows: most rows of a step that drafts or has grammars. width: of a window of drafted ids. mask_width: of a window
     that grammars hold, 0 where there are none. clock: monotonic nanoseconds.
