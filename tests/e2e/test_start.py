@@ -72,11 +72,12 @@ def test_ready_follows_the_start_and_the_stop(checkpoint: Path) -> None:
         )
 
 
-def test_on_the_cpu_every_process_is_batch_work_but_ranks_that_sleep(checkpoint: Path) -> None:
+def test_on_the_cpu_every_process_is_batch_work_but_ranks_that_sleep_and_the_probe(checkpoint: Path) -> None:
     """A woken parent or detokenizer must not push a rank off its core: the other rank would wait, too.
 
     A parked rank is other work where processors are few, so that it wakes at once (X-28); a server that was started in
-    another class than the usual one stays there.
+    another class than the usual one stays there. The probe process is idle work: it forks and ends children for every
+    new grammar (decisions 14).
     """
     own = os.sched_getscheduler(0)
     expected = os.SCHED_BATCH if own == os.SCHED_OTHER else own
@@ -84,7 +85,8 @@ def test_on_the_cpu_every_process_is_batch_work_but_ranks_that_sleep(checkpoint:
         server.wait_ready()
         children = server.children()
         ranks = [children["rank 0"], children["rank 1"]]
-        texts = [server.pid, children["detokenizer"], children["probe"]]
+        texts = [server.pid, children["detokenizer"]]
+        assert os.sched_getscheduler(children["probe"]) == os.SCHED_IDLE
         assert {os.sched_getscheduler(pid) for pid in texts} == {expected}
         with Streams(server.base_url, 4, 4_000) as streams:
             streams.wait_flowing()
