@@ -43,3 +43,16 @@ def test_an_idle_rank_fails_the_gate_however_equal_the_ids() -> None:
 
     assert compare("cuda", "float32", same, same, 2, 1.0).ok
     assert not compare("cuda", "float32", same, same, 1, 1.0).ok
+
+
+@pytest.mark.parametrize(("moved", "is_ok"), [(0.14, True), (0.16, False)])
+def test_a_control_in_the_same_dtype_explains_leads_and_bounds_the_mean(moved: float, is_ok: bool) -> None:
+    """What the reference arithmetic overturns by rounding may be overturned; to round half as much again may not."""
+    base = [answer("abc", [-1.0, -1.0, -1.0], [5.0, 5.0, 0.3])]
+    control = compare("cpu", "bfloat16", base, [answer("abd", [-1.0, -1.2, -9.0])], 2, 1.0)
+
+    got = compare("cuda", "bfloat16", base, [answer("abd", [-1.0 - moved, -1.0 - moved, -9.0])], 2, 1.0, control)
+
+    assert control.unexplained == 0
+    assert got.unexplained == 0
+    assert got.ok == is_ok
