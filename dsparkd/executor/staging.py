@@ -88,6 +88,7 @@ class Stager:
         draft_ring = self._geometry.draft_ring_rows if self._geometry.num_draft_stages else 0
         return ForwardInputs(
             num_tokens=tokens.num_tokens,
+            num_live=self._tensor(np.array([tokens.num_tokens], np.int64)),
             input_ids=self._input_ids(input_ids, tokens, drafted),
             positions=self._tensor(tokens.position),
             logit_rows=self._tensor(padded_logits),
@@ -181,14 +182,14 @@ class Stager:
         span = np.arange(-ratio if csa else 0, ratio)  # CSA entries mix the window before their own in
         wanted = (closing * ratio)[:, None] + span  # [N, span]
         pick = closing_row[:, None]
-        first = np.flatnonzero(closing == 0) if csa else np.empty(0, np.int64)
+        first = closing == 0
         return CompressedMetadata(
             store=self._store(tokens, ring),
             closing=self._sources(wanted, ring, tokens.slots[pick], tokens.starts[pick], tokens.offsets[pick]).view(-1),
             num_closing=len(closing),
             closing_positions=self._tensor(closing * ratio),
             closing_dst=self._tensor(entry_slots[closing_row, closing]),
-            first=self._tensor(first) if len(first) else None,
+            first=torch.from_numpy(first) if csa and first.any() and self._device.type == "cpu" else None,
             counts=self._tensor(counts),
             row_ids=self._tensor(tokens.row),
             entry_slots=self._tensor(entry_slots),

@@ -37,10 +37,10 @@ class RouterRule:
 class RouterKernel(Protocol):
     """What `bind` returns."""
 
-    def __call__(self, logits: Tensor, input_ids: Tensor, num_tokens: int) -> Routes:
-        """logits [T, E] float32, input_ids [T] int64; tokens from num_tokens on are padding.
+    def __call__(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
+        """logits [T, E] float32, input_ids [T] int64, num_live [1] int64: tokens from there on are padding.
 
-        The bias selects and never weighs; of equal scores the lower id goes first.
+        The number is read on the device, so that a captured graph serves any number of live tokens. The bias selects and never weighs; of equal scores the lower id goes first.
         """
 
 
@@ -59,7 +59,7 @@ class TorchRouter:
     def __init__(self, rule: RouterRule) -> None:
         self._rule = rule
 
-    def __call__(self, logits: Tensor, input_ids: Tensor, num_tokens: int) -> Routes:
+    def __call__(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
         """See RouterKernel."""
         rule = self._rule
         scores = sqrt_softplus(logits)
@@ -71,7 +71,8 @@ class TorchRouter:
         expert_ids = chosen.sort(dim=1).values
         weights = scores.gather(1, expert_ids)
         shares = weights.mul_(rule.scaling / weights.sum(1, keepdim=True).add_(1e-20))
-        expert_ids[num_tokens:] = rule.num_experts
+        is_padding = torch.arange(len(expert_ids), device=num_live.device) >= num_live
+        expert_ids.masked_fill_(is_padding[:, None], rule.num_experts)
         return Routes(shares, expert_ids.int())
 
 

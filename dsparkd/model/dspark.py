@@ -33,7 +33,8 @@ class DraftInputs:
 
     anchor_ids, positions [B] int64: each block's anchor. rings [K, R, d]: context keys. sources [B, W] int64: ring row
     of each of the W positions before the anchor, oldest first; of the oldest, first [B] int64 have no key, and their
-    source is a row of finite values. all_visible: that first is zero throughout.
+    source is a row of finite values. all_visible: that first is zero throughout. num_live_blocks [1] int64: blocks from
+    there on are padding of a captured shape; None where none is.
     """
 
     anchor_ids: Tensor
@@ -42,6 +43,7 @@ class DraftInputs:
     sources: Tensor
     first: Tensor
     all_visible: bool
+    num_live_blocks: Tensor | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -91,7 +93,7 @@ class Stage:
         output = self._attend(collapsed.input, rows, ring)
         streams = self._attention_connection.expand(output, streams, collapsed)
         collapsed = self._experts_connection.collapse(streams)
-        output = self.moe.forward(collapsed.input, rows.input_ids, rows.num_tokens, exchange)
+        output = self.moe.forward(collapsed.input, rows.input_ids, rows.num_live, exchange)
         return self._experts_connection.expand(output, streams, collapsed)
 
     def _attend(self, x: Tensor, rows: _Rows, ring: Tensor) -> Tensor:
@@ -182,8 +184,10 @@ class Drafter:
         positions[: B * G] = (inputs.positions[:, None] + offsets).view(-1)
         block = -1 - (torch.arange(0, B * G, G, device=self.device)[:, None] + offsets)  # [B, G]: sources of its keys
         sources = torch.cat((inputs.sources, block), 1).repeat_interleave(G, 0)
+        live = inputs.num_live_blocks
         return _Rows(
             num_tokens=B * G,
+            num_live=torch.full((1,), B * G, device=self.device) if live is None else live * G,
             input_ids=input_ids,
             rotations=Rotations.of(self._rotary, positions),
             sources=sources,
@@ -223,9 +227,11 @@ def survival(confidence: Tensor, temperatures: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Blocks laid out as T tokens; what WindowKeys wants of the first num_tokens."""
+    """Blocks laid out as T tokens; what WindowKeys wants of the first num_tokens. Those from num_live [1] on are padding,
+    whose place in a block means nothing."""
 
     num_tokens: int
+    num_live: Tensor
     input_ids: Tensor
     rotations: Rotations
     sources: Tensor

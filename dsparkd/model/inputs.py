@@ -2,7 +2,8 @@
 
 Letters: T padded tokens, B rows, W window, N closing entries, E entries a row may see.
 All index tensors are int64 on the model's device. Padding tokens are the last ones; they are routed to no expert,
-store nothing, and attend to nothing.
+store nothing, and attend to nothing, or in a captured shape to themselves alone. Such a shape's padding stores to
+NOWHERE: no row on cuda, whose kernels leave it out, and on the cpu the null one, which nobody owns.
 
 A *source* is a row by position, out of a ring as it was before this step or out of this step's own rows: the flat ring
 row, 0 (the null slot's) for a position that does not exist, or -1 - token for a row of the chunk.
@@ -13,6 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+NOWHERE = {"cuda": -1, "cpu": 0}  # by device type
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class CompressedMetadata:
     closing [N * span]: sources of each entry's rows (span 8 CSA, 128 HCA), oldest first.
     num_closing: N. closing_positions [N]: first token of the entry's own window, for RoPE.
     closing_dst [N]: flat entry slot in the pages.
-    first [F]: which of the N have no window before their own (CSA).
+    first [N] bool: which of the N have no window before their own (CSA); None where none is, and on cuda, whose kernel
+    sees it by the sources.
     counts [T]: entries a token sees, 0 for padding. row_ids [T]: row of entry_slots.
     entry_slots [B, E]: flat entry slot of each entry of each row, 0 past its end; E is a multiple of KEY_TILE.
     block_counts: most entries that a token of each attention block sees.
@@ -80,13 +85,15 @@ class AttentionMetadata:
 class ForwardInputs:
     """One rank's tokens of one step.
 
-    input_ids [T] int64, positions [T] int64; tokens num_tokens..T-1 are padding.
+    input_ids [T] int64, positions [T] int64; tokens num_tokens..T-1 are padding. num_live [1] int64: the same number on
+    the device; in a captured shape the host's is T, and tokens from num_live on are padding, too.
     logit_rows [L] int64: tokens that need logits, padded to a multiple of ROW_TILE with token 0;
     the first num_logits are real, in plan order.
     draft_store: tokens whose context keys the drafter keeps; None where nothing is drafted.
     """
 
     num_tokens: int
+    num_live: Tensor
     input_ids: Tensor
     positions: Tensor
     logit_rows: Tensor

@@ -105,9 +105,9 @@ class MoE:
         self._shared_w2 = Linear(source.weight(f"{shared}.w2"))
         self.experts = Experts(config, source, f"{name}.experts", rank)
 
-    def forward(self, x: Tensor, input_ids: Tensor, num_tokens: int, exchange: ExpertExchange) -> Tensor:
-        """x [T, D], normed; input_ids [T]; tokens from num_tokens on are padding -> [T, D]."""
-        routes = self._route(self._gate(x), input_ids, num_tokens)
+    def forward(self, x: Tensor, input_ids: Tensor, num_live: Tensor, exchange: ExpertExchange) -> Tensor:
+        """x [T, D], normed; input_ids [T]; tokens from num_live [1] int64 on are padding -> [T, D]."""
+        routes = self._route(self._gate(x), input_ids, num_live)
         partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, routes))))
         shared = self._shared_w2(self._between.activate(self._shared_w13(x), self._limit))
         return self._between.add(partials, shared)
@@ -130,8 +130,7 @@ class LocalExpertExchange:
         self._rows: Tensor | None = None
 
     def begin_step(self, counts: tuple[int, int]) -> None:
-        """Start at the first layer; counts[1] is 0, there being no second rank."""
-        assert counts[1] == 0
+        """Start at the first layer. What counts[1] announces never comes, there being no second rank."""
         self._layer = 0
 
     def gather(self, rows: Tensor) -> Tensor:

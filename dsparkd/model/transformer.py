@@ -45,7 +45,7 @@ class Block:
         output = self.attention.forward(collapsed.input, inputs, rotations, pool)
         streams = self._attention_connection.expand(output, streams, collapsed)
         collapsed = self._experts_connection.collapse(streams)
-        output = self.moe.forward(collapsed.input, inputs.input_ids, inputs.num_tokens, exchange)
+        output = self.moe.forward(collapsed.input, inputs.input_ids, inputs.num_live, exchange)
         return self._experts_connection.expand(output, streams, collapsed)
 
 

@@ -62,7 +62,7 @@ def local(directory: Path, config: ModelConfig, layer: int) -> Callable[[Tensor,
     def run(x: Tensor, ids: Tensor, num_tokens: int) -> Tensor:
         exchange = LocalExpertExchange([peer.experts])
         exchange.begin_step((x.shape[0], 0))
-        return mine.forward(x, ids, num_tokens, exchange)
+        return mine.forward(x, ids, torch.tensor([num_tokens]), exchange)
 
     return run
 
@@ -135,7 +135,7 @@ def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_its_rank(
             if part.start == part.stop:
                 moe.assist(exchange, CPU)
             else:
-                results[rank] = moe.forward(x[part], ids[part], part.stop - part.start, exchange)
+                results[rank] = moe.forward(x[part], ids[part], torch.tensor([part.stop - part.start]), exchange)
 
         threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in (0, 1)]
         for thread in threads:

@@ -137,9 +137,9 @@ class RouteRecorder:
         self._route = moe._route
         vars(moe)["_route"] = self.route
 
-    def route(self, logits: Tensor, input_ids: Tensor, num_tokens: int) -> Routes:
+    def route(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
         """See kernels.router."""
-        routes = self._route(logits, input_ids, num_tokens)
+        routes = self._route(logits, input_ids, num_live)
         self.expert_ids = routes.expert_ids.long()
         return routes
 

@@ -34,7 +34,8 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
                 router: RouterKernel, part: slice, logits: Tensor = logits, ids: Tensor = ids, rows: int = rows
             ) -> Tensor:
                 """Spread the shares over all experts: [rows, E + 1]."""
-                routes = router(logits[part], ids[part], max(rows - 3 - part.start, 0))
+                num_live = torch.full((1,), max(rows - 3 - part.start, 0), device=logits.device)
+                routes = router(logits[part], ids[part], num_live)
                 spread = torch.zeros((len(routes.shares), logits.shape[1] + 1), device=logits.device)
                 return spread.scatter_add_(1, routes.expert_ids.long(), routes.shares)
 

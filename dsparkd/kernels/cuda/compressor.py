@@ -26,7 +26,7 @@ class Closing:
     """Entries of one compression ratio that close in a step.
 
     sources [N * span] int64: ring[source], or rows[-1 - source] where that is negative; 0 stands for a position that
-    does not exist. places [N] int64: where each entry is stored. rotation: at each entry's first token.
+    does not exist. places [N] int64: where each entry is stored, -1 for one that is not made. rotation: at each entry's first token.
     """
 
     sources: Tensor
@@ -109,6 +109,8 @@ def _close(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
+    if tl.load(places + n) < 0:  # padding of a captured shape: most steps close fewer entries than it has room for
+        return
     if tl.program_id(1) == 0:
         _close_part(
             rows, ring, sources, places, norm, cos, sin, pages, eps, n,

@@ -19,7 +19,7 @@ class TritonRouter:
     def __init__(self, rule: RouterRule) -> None:
         self._rule = rule
 
-    def __call__(self, logits: Tensor, input_ids: Tensor, num_tokens: int) -> Routes:
+    def __call__(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
         """See RouterKernel."""
         rule = self._rule
         T, E = logits.shape
@@ -33,7 +33,7 @@ class TritonRouter:
                 input_ids,
                 shares,
                 expert_ids,
-                num_tokens,
+                num_live,
                 rule.scaling,
                 EXPERTS=E,
                 TOP_K=rule.top_k,
@@ -44,7 +44,7 @@ class TritonRouter:
         return Routes(shares, expert_ids)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "scaling"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["scaling"])  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
     logits,
     bias,
@@ -52,7 +52,7 @@ def _route(  # type: ignore[no-untyped-def]
     input_ids,
     shares,
     expert_ids,
-    num_tokens,
+    num_live,
     scaling,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -85,4 +85,4 @@ def _route(  # type: ignore[no-untyped-def]
     weights = tl.where(chosen == 1, scores, 0.0)
     place = token * TOP_K + tl.cumsum(chosen, 0) - 1
     tl.store(shares + place, weights * (scaling / (tl.sum(weights) + 1e-20)), mask=chosen == 1)
-    tl.store(expert_ids + place, tl.where(token < num_tokens, expert, EXPERTS), mask=chosen == 1)
+    tl.store(expert_ids + place, tl.where(token < tl.load(num_live), expert, EXPERTS), mask=chosen == 1)

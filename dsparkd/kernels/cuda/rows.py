@@ -13,7 +13,7 @@ BLOCK = 1024  # columns of one program
 
 
 def store(ring: Tensor, dst: Tensor, rows: Tensor, src: Tensor) -> None:
-    """See kernels/rows.py."""
+    """See kernels/rows.py; what goes to -1 is padding of a captured shape, and is not stored."""
     width = rows.shape[1]
     assert ring.is_contiguous()
     assert rows.is_contiguous()
@@ -36,8 +36,10 @@ def add_by_phase(rows: Tensor, bias: Tensor, positions: Tensor) -> None:
 def _store(ring, dst, rows, src, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     k = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + tl.load(src + k) * WIDTH + c, mask=c < WIDTH)
-    tl.store(ring + tl.load(dst + k) * WIDTH + c, row, mask=c < WIDTH)
+    place = tl.load(dst + k)
+    if place >= 0:
+        row = tl.load(rows + tl.load(src + k) * WIDTH + c, mask=c < WIDTH)
+        tl.store(ring + place * WIDTH + c, row, mask=c < WIDTH)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

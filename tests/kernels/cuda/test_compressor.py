@@ -95,6 +95,17 @@ def test_an_entrys_bits_do_not_depend_on_the_others(device: torch.device, overla
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_padding_of_a_captured_shape_makes_no_entry(device: torch.device, overlap: bool) -> None:
+    """T-04: a place of -1 is nobody's, whatever its sources say; the entries beside it are what they were."""
+    case = Case(overlap, torch.float32)
+    whole = case.run(device)
+    left_out, case.places[1] = int(case.places[1]), -1
+    for page, expected in zip(case.run(device), whole, strict=True):
+        expected[left_out] = torch.nan
+        assert torch.equal(page.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_preparing_runs_a_whole_close(device: torch.device, overlap: bool) -> None:
     """Of the widths given, in memory of its own."""
     case = Case(overlap, torch.float32)

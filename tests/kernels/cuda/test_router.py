@@ -21,8 +21,8 @@ def test_routes_are_those_of_the_torch_form(device: torch.device, hashed: bool, 
     rule = RouterRule(11, 4, 1.5, None if hashed else bias, TABLE if hashed else None)
     on_device = RouterRule(11, 4, 1.5, None if hashed else bias.to(device), TABLE.to(device) if hashed else None)
     logits, ids = noise(20, 11, seed=1) * spread, torch.arange(20) * 2
-    expected = TorchRouter(rule)(logits, ids, 17)
-    got = TritonRouter(on_device)(logits.to(device), ids.to(device), 17)
+    expected = TorchRouter(rule)(logits, ids, torch.tensor([17]))
+    got = TritonRouter(on_device)(logits.to(device), ids.to(device), torch.tensor([17], device=device))
     assert torch.equal(got.expert_ids.cpu(), expected.expert_ids)
     assert torch.allclose(got.shares.cpu()[:17], expected.shares[:17], rtol=2e-5, atol=1e-7)
 
@@ -31,7 +31,9 @@ def test_of_equal_scores_the_lower_experts_are_chosen(device: torch.device) -> N
     """Stable, as the reference sorts."""
     rule = RouterRule(11, 4, 1.5, torch.zeros(11, device=device), None)
     logits = torch.tensor([[0.0] * 11, [1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0]], device=device)
-    routes = TritonRouter(rule)(logits, torch.zeros(2, dtype=torch.int64, device=device), 2)
+    routes = TritonRouter(rule)(
+        logits, torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([2], device=device)
+    )
     assert routes.expert_ids.tolist() == [[0, 1, 2, 3], [1, 2, 4, 7]]
 
 
@@ -42,5 +44,5 @@ def test_padding_that_holds_nan_names_no_expert(device: torch.device) -> None:
     logits[0] = torch.arange(11)
     ids = torch.zeros(3, dtype=torch.int64, device=device)
     with poisoned_memory():  # an id that was not written would be one of what lay there
-        routes = TritonRouter(rule)(logits, ids, 1)
+        routes = TritonRouter(rule)(logits, ids, torch.tensor([1], device=device))
     assert routes.expert_ids.tolist() == [[7, 8, 9, 10], [11] * 4, [11] * 4]

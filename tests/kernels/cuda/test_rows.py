@@ -26,6 +26,16 @@ def test_rows_lie_where_they_belong_and_the_rest_stays(device: torch.device, dty
     assert torch.equal(got.cpu(), expected)
 
 
+def test_what_goes_nowhere_is_not_stored(device: torch.device) -> None:
+    """P-13: padding of a captured shape goes to -1, which lies in front of the ring."""
+    whole = noise(6, 40).to(device)
+    ring, rows = whole[1:], noise(3, 40, seed=1).to(device)
+    expected = whole.clone()
+    expected[3] = rows[1]
+    triton_rows.store(ring, torch.tensor([-1, 2, -1], device=device), rows, torch.arange(3, device=device))
+    assert torch.equal(whole, expected)
+
+
 @pytest.mark.parametrize("half", [24, 1100])
 def test_the_second_half_gets_the_bias_of_the_position(device: torch.device, half: int) -> None:
     """One addition, so the bits are the torch form's."""
