@@ -10,7 +10,7 @@ import torch
 from tools.gates.kernels import check
 from tools.kernel_cases import Scale, all_cases
 
-PREFIXES = ["attention", "mhc", "indexer", "compressor", "norm", "rotation"]
+PREFIXES = ["attention", "mhc", "indexer", "compressor", "norm", "rotation", "rows"]
 
 
 def hold(device: torch.device, prefix: str) -> bool:

@@ -1,10 +1,12 @@
 """Times every Triton kernel at the released geometry, against the memory or arithmetic floor of one GPU.
 
-    python -m tools.bench kernels [--only PREFIX] [--out FILE] [--json]
+    python -m tools.bench kernels [--only PREFIX] [--seconds 125] [--out FILE] [--json]
 
-The floor is the larger of the bytes that have to move over the copy bandwidth measured on this GPU, and of the
-operations over the matrix rate measured on it. Times are medians of runs captured into a CUDA graph; before each run
-the cache is filled with other bytes, as the weights of other layers do between two runs of one.
+The table begins with the kernels that are farthest from their floor: the larger of the bytes that have to move over the
+copy bandwidth measured on this GPU, and of the operations over the matrix rate measured on it. Times are medians of
+runs captured into a CUDA graph; before each run the cache is filled with other bytes, as the weights of other layers do
+between two runs of one. Beside a kernel stands what torch's own one takes for the same work, where it has one. Cases
+that are not reached in --seconds are left out, and said to be.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ NOMINAL_BYTES_S = 4.8e12  # of an H200
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One case, in microseconds; share: of the floor in the time taken. bound: what the floor comes from."""
+    """One case, in microseconds; share: of the floor in the time taken. bound: what the floor comes from.
+
+    rival: whose time rival_us is, or why there is none.
+    """
 
     name: str
     shape: str
@@ -37,6 +42,8 @@ class Timing:
     share: float
     nominal_share: float
     bound: str
+    rival: str = ""
+    rival_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,14 @@ def measure_machine() -> Machine:
 @torch.inference_mode()
 def measure(case: Case, machine: Machine) -> Timing:
     """Time one case."""
-    time_us = median_us(lambda: case.run(slice(0, case.num_rows)))
+    time_us = median_us(case.timed or (lambda: case.run(slice(0, case.num_rows))))
+    rival, rival_us = case.rival_name, None
+    if case.rival is not None:
+        try:
+            rival_us = round(median_us(case.rival), 1)
+        except (RuntimeError, ValueError, AttributeError) as error:  # this torch does not have it for these shapes
+            torch.cuda.synchronize()
+            rival = f"{rival}: {str(error).splitlines()[0][:60]}"
     memory_us = case.floor_bytes / machine.bytes_s * 1e6
     arithmetic_us = case.floor_flops / machine.flops_s * 1e6
     floor_us = max(memory_us, arithmetic_us)
@@ -95,6 +109,8 @@ def measure(case: Case, machine: Machine) -> Timing:
         share=round(floor_us / time_us, 3),
         nominal_share=round(nominal_us / time_us, 3),
         bound="memory" if memory_us >= arithmetic_us else "arithmetic",
+        rival=rival,
+        rival_us=rival_us,
     )
 
 
@@ -102,6 +118,7 @@ def main(argv: list[str]) -> int:
     """Time all cases and print a table; 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench kernels", description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", default="", help="kernels whose names begin so")
+    parser.add_argument("--seconds", type=float, default=125)
     parser.add_argument("--out", type=Path, help="write the result there, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
@@ -110,7 +127,15 @@ def main(argv: list[str]) -> int:
         return 2
     began = time.perf_counter()
     machine = measure_machine()
-    timings = [measure(case, machine) for case in all_cases(torch.device("cuda"), Scale.FLASH, arguments.only)]
+    timings, left_out = [], []
+    for case in all_cases(torch.device("cuda"), Scale.FLASH, arguments.only):
+        if case.untimed:
+            continue
+        if time.perf_counter() - began > arguments.seconds:
+            left_out.append(f"{case.name} {case.shape}")
+        else:
+            timings.append(measure(case, machine))
+    timings.sort(key=lambda timing: timing.share)
     report = {
         "elapsed_s": round(time.perf_counter() - began, 1),
         "device": torch.cuda.get_device_name(),
@@ -118,18 +143,22 @@ def main(argv: list[str]) -> int:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": asdict(machine),
         "timings": [asdict(timing) for timing in timings],
+        "left_out": left_out,
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if arguments.json:
         print(json.dumps(report))
         return 0
-    print(f"{'kernel':22} {'shape':34} {'us':>9} {'floor':>9} {'share':>6} {'of nominal':>10}  bound")
+    print(f"{'kernel':22} {'shape':34} {'us':>9} {'floor':>9} {'share':>6} {'of nominal':>10}  bound       torch's")
     for timing in timings:
+        rival = timing.rival if timing.rival_us is None else f"{timing.rival_us:.1f} {timing.rival}"
         print(
             f"{timing.name:22} {timing.shape:34} {timing.time_us:9.1f} {timing.floor_us:9.1f} {timing.share:6.0%} "
-            f"{timing.nominal_share:10.0%}  {timing.bound}"
+            f"{timing.nominal_share:10.0%}  {timing.bound:10}  {rival}"
         )
+    if left_out:
+        print(f"left out for want of time: {', '.join(left_out)}")
     print(
         f"copy {machine.bytes_s / 1e12:.2f} TB/s, bfloat16 product {machine.flops_s / 1e12:.0f} TFLOP/s, "
         f"{report['device']}, {report['elapsed_s']} s"

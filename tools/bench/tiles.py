@@ -3,7 +3,8 @@
     python -m tools.bench tiles [--only PREFIX] [--seconds 130] [--out FILE] [--json]
 
 Candidates are compiled in several processes first, which takes most of the time; what is not reached in --seconds is
-left out, and said to be.
+left out, and said to be. The bits of each are compared with those of the first one at its place in the table: tiles
+must not change them. The fastest ones stand last, beside what kernels/cuda chooses.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, TimeoutError
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, TimeoutError
+from dataclasses import asdict, astuple, dataclass
+from functools import partial
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dsparkd.kernels.cuda.experts import TritonExperts
-from dsparkd.kernels.cuda.linear import TritonLinear
+from dsparkd.kernels.cuda.experts import choose_tiles as choose_expert_tiles
+from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles
 from dsparkd.kernels.cuda.tile import Tiles
 from dsparkd.kernels.weight import Format
 from tools.bench.kernels import median_us
@@ -31,32 +36,41 @@ COMPILERS = 12
 FEW = tuple(
     Tiles(16, outputs, inputs, warps, stages)
     for outputs, inputs, warps, stages in (
-        (64, 128, 4, 2),
         (64, 128, 4, 3),
+        (64, 128, 4, 2),
         (64, 128, 4, 4),
+        (64, 128, 4, 6),
         (64, 256, 4, 2),
+        (64, 256, 4, 3),
         (128, 128, 4, 3),
         (128, 128, 8, 3),
         (128, 256, 8, 3),
-        (64, 64, 4, 4),
+        (32, 128, 4, 4),
+        (16, 256, 4, 4),
     )
 )
 MIDDLE = tuple(
     Tiles(rows, outputs, inputs, warps, stages)
     for rows, outputs, inputs, warps, stages in (
         (32, 64, 128, 4, 3),
+        (32, 64, 128, 4, 4),
+        (32, 128, 128, 4, 3),
         (32, 128, 128, 8, 3),
         (64, 64, 128, 4, 3),
+        (64, 64, 128, 4, 4),
+        (64, 128, 128, 4, 3),
         (64, 128, 128, 8, 3),
-        (64, 128, 64, 4, 3),
-        (128, 64, 64, 4, 3),
+        (128, 64, 128, 4, 3),
+        (128, 128, 128, 8, 3),
     )
 )
 MANY = tuple(
     Tiles(rows, outputs, inputs, warps, stages)
     for rows, outputs, inputs, warps, stages in (
         (64, 128, 128, 8, 3),
+        (64, 128, 128, 4, 3),
         (128, 128, 64, 8, 3),
+        (128, 128, 64, 4, 4),
         (128, 128, 64, 8, 4),
         (128, 128, 128, 8, 3),
         (256, 128, 64, 8, 3),
@@ -67,53 +81,96 @@ MANY = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """A kernel (experts, linear), a format, rows, and tiles to try."""
+class Place:
+    """Where tiles are needed: a kernel (experts, linear), a format, rows; of a linear its inputs and outputs."""
 
     kernel: str
     form: Format
     rows: int
+    inputs: int = 0
+    outputs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Tiles to try at a place."""
+
+    place: Place
     tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a trial took, or why nothing is known; and whether its bits were those of the place's first trial."""
+
+    trial: Trial
+    time_us: float | None
+    note: str
 
 
 def trials(only: str) -> Iterator[Trial]:
     """List what is tried, the most wanted first."""
-    for kernel, form, rows, candidates in (
-        ("experts", Format.FP4, DECODE_ROWS, FEW + MIDDLE[:2]),
-        ("experts", Format.FP4, PREFILL_ROWS, MANY),
-        ("linear", Format.FP8, 384, MIDDLE + MANY[1:2]),
-        ("linear", Format.FP8, PREFILL_ROWS, MANY),
-        ("linear", Format.FP8, 16, FEW),
-        ("linear", Format.DENSE, 384, MIDDLE + MANY[1:2]),
+    for place, candidates in (
+        (Place("experts", Format.FP4, DECODE_ROWS), FEW[:9] + MIDDLE[:8]),
+        (Place("experts", Format.FP4, 16), FEW),
+        (Place("experts", Format.FP4, PREFILL_ROWS), MANY),
+        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE),
+        (Place("linear", Format.FP8, PREFILL_ROWS, 4096, 4096), MANY),
+        (Place("linear", Format.FP8, 16, 8192, 4096), FEW),
+        (Place("linear", Format.FP8, 16, 1024, 32768), FEW),
+        (Place("linear", Format.FP8, 384, 1024, 32768), MIDDLE),
+        (Place("linear", Format.DENSE, 384, 4096, 2560), MIDDLE),
     ):
-        if kernel.startswith(only):
-            yield from (Trial(kernel, form, rows, tiles) for tiles in candidates)
+        if place.kernel.startswith(only):
+            yield from (Trial(place, tiles) for tiles in candidates)
 
 
 def compile_trial(trial: Trial) -> str | None:
     """Run a trial over few rows and experts, which fills the compiler's cache; None, or what went wrong."""
     try:
         few = Geometry(FLASH.width, FLASH.expert_width, 1, 2)
-        run_of(trial, few, min(trial.rows, 64))()
+        Bound.of(trial.place, few, min(trial.place.rows, 64)).run(trial.tiles)
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - a candidate that cannot be compiled is a result
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A place's inputs on the device; chosen: the tiles that kernels/cuda has for it."""
+
+    run: Callable[[Tiles], Tensor]
+    chosen: Tiles
+
+    @classmethod
+    def of(cls, place: Place, geometry: Geometry, rows: int) -> Bound:
+        """Draw them."""
+        device = torch.device("cuda")
+        if place.kernel == "experts":
+            shard = random_shard(geometry, place.form, device)
+            inputs = random_rows(geometry, rows, device)
+            chosen = choose_expert_tiles(inputs[1].numel(), geometry.num_experts, place.form, torch.bfloat16)
+            holder = [chosen]
+            experts = TritonExperts(shard, lambda *_: holder[0])
+
+            def run_experts(tiles: Tiles) -> Tensor:
+                holder[0] = tiles
+                return experts(*inputs)
+
+            return cls(run_experts, chosen)
+        weight = random_weight(place.form, place.outputs, place.inputs, 1, device)
+        x = torch.randn(
+            (rows, place.inputs), generator=torch.Generator(device).manual_seed(1), device=device
+        ).bfloat16()
+
+        def run_linear(tiles: Tiles) -> Tensor:
+            return TritonLinear(weight, choose=lambda *_: tiles)(x)
+
+        return cls(run_linear, choose_tiles(rows, place.form, torch.bfloat16))
+
+
 @torch.inference_mode()
-def run_of(trial: Trial, geometry: Geometry, rows: int) -> Callable[[], object]:
-    """Draw a trial's inputs."""
-    device = torch.device("cuda")
-    if trial.kernel == "experts":
-        experts = TritonExperts(random_shard(geometry, trial.form, device), lambda *_: trial.tiles)
-        inputs = random_rows(geometry, rows, device)
-        return lambda: experts(*inputs)
-    linear = TritonLinear(random_weight(trial.form, 4096, 4096, 1, device), choose=lambda *_: trial.tiles)
-    x = torch.randn((rows, 4096), device=device).bfloat16()
-    return lambda: linear(x)
-
-
 def main(argv: list[str]) -> int:
     """Time all candidates and print a table; 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench tiles", description=str(__doc__).splitlines()[0])
@@ -127,33 +184,67 @@ def main(argv: list[str]) -> int:
         return 2
     deadline = time.monotonic() + arguments.seconds
     wanted = list(trials(arguments.only))
-    rows: list[tuple[str, str, int, tuple[int, ...], float | str]] = []
+    found: list[Found] = []
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         compiled = [pool.submit(compile_trial, trial) for trial in wanted]
-        for trial, future in zip(wanted, compiled, strict=True):
-            try:
-                failure = future.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                failure = "left out: no time"
-            took = failure if failure is not None else _time(trial, deadline)
-            rows.append((trial.kernel, str(trial.form), trial.rows, astuple(trial.tiles), took))
+        for place, group in groupby(zip(wanted, compiled, strict=True), lambda pair: pair[0].place):
+            found += _time_place(place, list(group), deadline)
         pool.shutdown(wait=False, cancel_futures=True)
-    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "trials": rows}
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "trials": [asdict(one) for one in found],
+    }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if arguments.json:
         print(json.dumps(report))
         return 0
-    print("kernel  format   rows  (rows, outputs, inputs, warps, stages)      us")
-    for kernel, form, count, tiles, took in rows:
-        print(f"{kernel:7} {form:6} {count:6}  {tiles!s:36} {took if isinstance(took, str) else format(took, '8.1f')}")
+    print(f"{'':42} (rows, outputs, inputs, warps, stages)      us")
+    for one in found:
+        print(_line(one))
+    print("the fastest, and what is chosen")
+    for _, ones in groupby(found, lambda one: one.trial.place):
+        timed = [one for one in ones if one.time_us is not None]
+        for one in sorted(timed, key=lambda one: one.time_us or 0)[:1] + [one for one in timed if "chosen" in one.note]:
+            print(_line(one))
     return 0
 
 
-def _time(trial: Trial, deadline: float) -> float | str:
-    if time.monotonic() > deadline:
-        return "left out: no time"
-    try:
-        return round(median_us(run_of(trial, FLASH, trial.rows), runs=7), 1)
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+def _line(one: Found) -> str:
+    place = one.trial.place
+    where = f"{place.kernel} {place.form} {place.rows}"
+    if place.inputs:
+        where += f" x {place.inputs} x {place.outputs}"
+    took = " " * 8 if one.time_us is None else f"{one.time_us:8.1f}"
+    return f"{where:42} {astuple(one.trial.tiles)!s:36} {took}  {one.note}"
+
+
+def _time_place(place: Place, group: Sequence[tuple[Trial, Future[str | None]]], deadline: float) -> list[Found]:
+    """Time one place's trials on the same inputs."""
+    found: list[Found] = []
+    bound: Bound | None = None
+    first: Tensor | None = None
+    for trial, future in group:
+        try:
+            failure = future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            failure = "left out: no time"
+        if failure is not None or time.monotonic() > deadline:
+            found.append(Found(trial, None, failure or "left out: no time"))
+            continue
+        if bound is None:
+            bound = Bound.of(place, FLASH, place.rows)
+        run = partial(bound.run, trial.tiles)
+        try:
+            made = run()
+            time_us = round(median_us(run, runs=7), 1)
+        except RuntimeError as error:
+            found.append(Found(trial, None, str(error).splitlines()[0]))
+            continue
+        first = made if first is None else first
+        notes = ["chosen"] if trial.tiles == bound.chosen else []
+        if not torch.equal(first, made):
+            notes.append("OTHER BITS")
+        found.append(Found(trial, time_us, ", ".join(notes)))
+    return found

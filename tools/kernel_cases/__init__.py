@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-FAMILIES = ("experts", "linear", "feed_forward", "attention", "hyper_connection", "indexer", "compressor")
+FAMILIES = ("linear", "attention", "experts", "feed_forward", "hyper_connection", "indexer", "compressor", "kept_rows")
 
 
 class Scale(StrEnum):
@@ -34,6 +34,8 @@ class Case:
     from rounding; run may be captured into a CUDA graph. row_tile: rows are cut at multiples of it.
     tolerance: largest difference over the reference's largest magnitude.
     floor_bytes: what a run over all rows has to move to and from memory. floor_flops: its operations.
+    timed: what the bench times where run does more than the kernel. untimed: another case times the same call.
+    rival: the same work by torch's own kernels as far as it has them, timed beside; rival_name: which.
     """
 
     name: str
@@ -45,6 +47,10 @@ class Case:
     floor_bytes: int
     floor_flops: int = 0
     row_tile: int = 1
+    timed: Callable[[], object] | None = None
+    untimed: bool = False
+    rival: Callable[[], object] | None = None
+    rival_name: str = ""
 
 
 class Family(Protocol):

@@ -167,11 +167,14 @@ def _heads(g: Geometry, step: Step, device: torch.device) -> Case:
         rows = query[part]
         queries, keys = rows.new_empty((rows.shape[0], g.heads, g.width)), rows.new_empty((rows.shape[0], g.width))
         norm_and_rotate(rows, wide[part, 128:], norms, rotation.rows(part), 1e-6, queries, keys)
-        return queries
+        return torch.cat((queries, keys[:, None]), 1)
 
     def reference(part: slice) -> Tensor:
         turn = Rotation(rotation.cos[part], rotation.sin[part])
-        return TorchAttention().heads(query[part].float(), wide[part, 128:].float(), norms, turn, 1e-6)[0]
+        queries, keys = TorchAttention().heads(query[part].float(), wide[part, 128:].float(), norms, turn, 1e-6)
+        return torch.cat((queries, keys[:, None]), 1)
+
+    made, made_keys = torch.empty_like(query).view(n, g.heads, g.width), query.new_empty((n, g.width))
 
     return Case(
         name="attention.heads",
@@ -181,4 +184,5 @@ def _heads(g: Geometry, step: Step, device: torch.device) -> Case:
         reference=reference,
         tolerance=1e-2,
         floor_bytes=4 * n * (g.heads + 1) * g.width,
+        timed=lambda: norm_and_rotate(query, wide[:, 128:], norms, rotation, 1e-6, made, made_keys),
     )

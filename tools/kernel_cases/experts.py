@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,10 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
         shard = random_shard(geometry, form, device)
         kernel, reference = TritonExperts(shard), TorchExperts(shard)
         for rows in sizes:
-            yield _case(geometry, form, kernel, reference, rows, device)
+            case = _case(geometry, form, kernel, reference, rows, device)
+            rival = _rival(geometry, shard, rows, device) if form is Format.DENSE and device.type == "cuda" else None
+            yield case if rival is None else replace(case, rival=rival, rival_name="_grouped_mm")
+            del case, rival
         del shard, kernel, reference
 
 
@@ -64,6 +67,22 @@ def _case(
         floor_bytes=int(num_used * expert_values * value_bytes) + rows * geometry.width * 6,
         floor_flops=2 * num_served * expert_values,
     )
+
+
+def _rival(geometry: Geometry, shard: ExpertShard, rows: int, device: torch.device) -> Callable[[], object]:
+    """Both products of rows that lie by expert already, without activation and sums."""
+    x, ids, _ = random_rows(geometry, rows, device)
+    own = ids.view(-1)[(ids.view(-1) >= shard.first) & (ids.view(-1) < shard.first + geometry.num_experts)]
+    ends = torch.bincount(own - shard.first, minlength=geometry.num_experts).cumsum(0).int()
+    laid_out = x[torch.arange(len(own), device=device) % rows].contiguous()
+    hidden = torch.zeros((len(own), geometry.expert_width), dtype=x.dtype, device=device)
+    first, second = (torch.stack([one.values for one in weights]) for weights in (shard.w13, shard.w2))
+
+    def run() -> None:
+        torch._grouped_mm(laid_out, first.transpose(1, 2), offs=ends)
+        torch._grouped_mm(hidden, second.transpose(1, 2), offs=ends)
+
+    return run
 
 
 def random_shard(geometry: Geometry, form: Format, device: torch.device) -> ExpertShard:

@@ -53,6 +53,12 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
     def expand_rows(part: slice) -> Collapsed:
         return Collapsed(output[part], back.post[part], back.comb[part])
 
+    def collapse(part: slice) -> Collapsed:
+        return kernel.collapse(streams[part], parts[:, part].contiguous(), mixing)
+
+    def reference_collapse(part: slice) -> Collapsed:
+        return torch_form.collapse(streams[part].float(), parts[:, part], mixing)
+
     def reference_product(part: slice) -> Tensor:
         flat, length = streams[part].flatten(1).double(), split_length(matrix.shape[1])
         cuts = [slice(at, at + length) for at in range(0, SPLITS * length, length)]
@@ -72,11 +78,23 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         name="mhc.collapse",
         shape=f"{tokens} tokens",
         num_rows=tokens,
-        run=lambda part: kernel.collapse(streams[part], parts[:, part].contiguous(), mixing).input,
-        reference=lambda part: torch_form.collapse(streams[part].float(), parts[:, part], mixing).input,
+        run=lambda part: collapse(part).input,
+        reference=lambda part: reference_collapse(part).input,
         tolerance=2e-2,
         floor_bytes=stream_bytes + row_bytes + 4 * parts.numel(),
+        timed=lambda: kernel.collapse(streams, parts, mixing),
     )
+    for kind, pick in (("post", lambda back: back.post), ("comb", lambda back: back.comb)):
+        yield Case(
+            name=f"mhc.collapse.{kind}",
+            shape=f"{tokens} tokens",
+            num_rows=tokens,
+            run=lambda part, pick=pick: pick(collapse(part)),  # type: ignore[misc]
+            reference=lambda part, pick=pick: pick(reference_collapse(part)),  # type: ignore[misc]
+            tolerance=1e-5,
+            floor_bytes=0,
+            untimed=True,
+        )
     yield Case(
         name="mhc.expand",
         shape=f"{tokens} tokens",
