@@ -40,7 +40,8 @@ class RouterKernel(Protocol):
     def __call__(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
         """logits [T, E] float32, input_ids [T] int64, num_live [1] int64: tokens from there on are padding.
 
-        The number is read on the device, so that a captured graph serves any number of live tokens. The bias selects and never weighs; of equal scores the lower id goes first.
+        The number is read on the device: a captured graph serves any number of live tokens. The bias selects and never
+        weighs; of equal scores the lower id goes first.
         """
 
 

@@ -227,8 +227,8 @@ def survival(confidence: Tensor, temperatures: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Blocks laid out as T tokens; what WindowKeys wants of the first num_tokens. Those from num_live [1] on are padding,
-    whose place in a block means nothing."""
+    """Blocks laid out as T tokens; what WindowKeys wants of the first num_tokens. Those from num_live [1] on are
+    padding, or blocks of padding."""
 
     num_tokens: int
     num_live: Tensor

@@ -2,8 +2,8 @@
 
 Letters: T padded tokens, B rows, W window, N closing entries, E entries a row may see.
 All index tensors are int64 on the model's device. Padding tokens are the last ones; they are routed to no expert,
-store nothing, and attend to nothing, or in a captured shape to themselves alone. Such a shape's padding stores to
-NOWHERE: no row on cuda, whose kernels leave it out, and on the cpu the null one, which nobody owns.
+store nothing, and attend to nothing, or in a captured shape to themselves alone. Such a shape's padding has stores too:
+to no row on cuda, whose kernels leave it out, and on the cpu to the null one, which nobody owns.
 
 A *source* is a row by position, out of a ring as it was before this step or out of this step's own rows: the flat ring
 row, 0 (the null slot's) for a position that does not exist, or -1 - token for a row of the chunk.
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
-NOWHERE = {"cuda": -1, "cpu": 0}  # by device type
+def nowhere(device: torch.device) -> int:
+    """Where a captured shape's padding stores its rows."""
+    return -1 if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True)

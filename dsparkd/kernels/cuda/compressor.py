@@ -26,7 +26,8 @@ class Closing:
     """Entries of one compression ratio that close in a step.
 
     sources [N * span] int64: ring[source], or rows[-1 - source] where that is negative; 0 stands for a position that
-    does not exist. places [N] int64: where each entry is stored, -1 for one that is not made. rotation: at each entry's first token.
+    does not exist. places [N] int64: where each entry is stored, -1 for one that is not made.
+    rotation: at each entry's first token.
     """
 
     sources: Tensor
