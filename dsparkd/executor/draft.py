@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
@@ -20,6 +21,7 @@ from dsparkd.executor.plan import PlanRow
 from dsparkd.executor.sampler import GREEDY_TEMPERATURE
 from dsparkd.executor.staging import pad_rows
 from dsparkd.executor.upload import upload, upload_ids
+from dsparkd.kernels import rows as kept
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
 from dsparkd.model.dspark import Drafter, DraftInputs, Drafts, DraftSampling
@@ -62,10 +64,13 @@ class DraftDesk:
 
         Coupled draws have the noise of their positions, as plain decoding's do, so the two mostly agree. No host sync.
         """
+        return self.draft(self._inputs(rows), self._sampling(rows), num_blocks)
+
+    def draft(self, inputs: DraftInputs, sampling: DraftSampling | None, num_blocks: tuple[int, int]) -> Blocks:
+        """Draft what has been laid out; the device's part of `propose`. num_blocks: both ranks', padding included."""
         counts = [self._drafter.num_padded_rows(count) for count in num_blocks]
         self._exchange.begin_step((counts[0], counts[1]))
-        inputs = self._inputs(rows)
-        drafts = self._drafter.draft(inputs, self._exchange, self._sampling(rows))
+        drafts = self._drafter.draft(inputs, self._exchange, sampling)
         windows = torch.cat((inputs.anchor_ids[:, None], drafts.ids), 1)
         return Blocks(windows, self._drafter.survival(drafts.confidence), drafts)
 
@@ -80,12 +85,14 @@ class DraftDesk:
         num_rows = store.src.shape[0]
         src = torch.nn.functional.pad(store.src, (0, pad_rows(num_rows) - num_rows))
         keys = self._drafter.context_keys(taps.index_select(0, src), inputs.positions.index_select(0, src))
-        self._pool.draft_keys.index_copy_(1, store.dst, keys[:, :num_rows])
+        within = torch.arange(num_rows, device=store.src.device)
+        for ring, rows in zip(self._pool.draft_keys, keys, strict=True):
+            kept.store(ring, store.dst, rows, within)
 
     def _inputs(self, rows: Sequence[PlanRow]) -> DraftInputs:
         geometry = self._pool.geometry
         ring, window = geometry.draft_ring_rows, geometry.window
-        positions = np.array([row.start + len(row.input_ids) - 1 for row in rows], np.int64)
+        positions = anchor_positions(rows)
         slots = np.array([row.slot for row in rows], np.int64)
         wanted = positions[:, None] + np.arange(-window, 0)
         hidden = np.maximum(window - positions, 0)
@@ -101,12 +108,12 @@ class DraftDesk:
         )
 
     def _sampling(self, rows: Sequence[PlanRow]) -> DraftSampling | None:
-        params = [_params(row) for row in rows]
-        temperatures = [each.temperature if each.temperature > GREEDY_TEMPERATURE else 0.0 for each in params]
-        if not any(temperatures):
+        params = [sampling_params(row) for row in rows]
+        temperatures = drawn_temperatures(params)
+        if not temperatures.any():
             return None
         return DraftSampling(
-            temperatures=upload(np.array(temperatures, np.float32), self._drafter.device),
+            temperatures=upload(temperatures.astype(np.float32), self._drafter.device),
             seeds=self._ids([each.seed for each in params]),
             choices=self._ids([each.choice for each in params]),
             is_coupled=self.is_coupled,
@@ -116,7 +123,18 @@ class DraftDesk:
         return upload_ids(values, self._drafter.device)
 
 
-def _params(row: PlanRow) -> SamplingParams:
+def anchor_positions(rows: Sequence[PlanRow]) -> NDArray[np.int64]:
+    """Position of each row's last token, [B]."""
+    return np.array([row.start + len(row.input_ids) - 1 for row in rows], np.int64)
+
+
+def drawn_temperatures(params: Sequence[SamplingParams]) -> NDArray[np.float64]:
+    """Temperature of each row, 0 where it is greedy, [B]."""
+    return np.array([p.temperature if p.temperature > GREEDY_TEMPERATURE else 0.0 for p in params], np.float64)
+
+
+def sampling_params(row: PlanRow) -> SamplingParams:
+    """How a row that is drafted for is sampled. Raises InvariantError where it is not."""
     if row.sampling is None:
         raise InvariantError(f"request {row.request_id} is drafted for and not sampled")
     return row.sampling

@@ -15,9 +15,11 @@ from dsparkd.config import Config, KVConfig
 from dsparkd.errors import CapabilityError, CheckpointError, InvariantError
 from dsparkd.executor import rejection, verify
 from dsparkd.executor.draft import Blocks, DraftDesk
+from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, RowFailure, StepOutput
 from dsparkd.executor.sampler import Sampler
+from dsparkd.executor.shapes import ShapeLimits
 from dsparkd.executor.staging import Drafted, Stager, pad_rows
 from dsparkd.grammar.pipeline import Pipeline
 from dsparkd.kernels.linear import require_row_invariance
@@ -43,7 +45,7 @@ class Executor:
     model_config: the checkpoint's. weight_bytes: what its parameters take on this rank.
     sizes: how many pages, slots and snapshots there are, the null ones included.
     masker: None where no request has a grammar. draft_desk: None where nothing is drafted.
-    is_coupled: drafts are accepted by the coupled rule, else by rejection.
+    is_coupled: drafts are accepted by the coupled rule, else by rejection. graphs: None until some are captured.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Executor:
         self._draft_desk = draft_desk
         self._pipeline = _open_pipeline(pool, masker, model.device)
         self._is_coupled = is_coupled
+        self.graphs: Graphs | None = None
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
         self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
 
@@ -111,6 +114,22 @@ class Executor:
         tokenizer = Tokenizer.load(directory)
         return cls(dp_rank, model, weight_bytes, pool, exchange, tokenizer, masker, desk, is_coupled=is_coupled)
 
+    def capture(
+        self,
+        tiers: Sequence[int],
+        limits: ShapeLimits,
+        progress: Callable[[int, int], None],
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Capture graphs of these numbers of tokens, together with the peer, before the first request.
+
+        recorder: CUDA graphs unless given. Raises CapabilityError where one cannot be captured or has no room.
+        """
+        recorder = recorder or CudaRecorder(self._device)
+        model, pool, exchange, desk = self._model, self._pool, self._exchange, self._draft_desk
+        self.graphs = Graphs(model, pool, exchange, desk, tiers, limits, recorder)
+        self.graphs.capture(progress)
+
     @property
     def kv_bytes(self) -> dict[str, int]:
         """Bytes that each pool holds."""
@@ -147,7 +166,14 @@ class Executor:
         grammars = masker.begin(step.rows, lengths) if masker is not None else None
         drafted = _drafted(plan, blocks, lengths)
         slot = self._pipeline.begin(drafted.windows if drafted is not None else None, grammars)
-        logits = self._forward(step, counts, drafted)
+        tier = self.graphs.tier(step.kind, counts) if self.graphs is not None and step.replays else None
+        if self.graphs is not None and tier is not None:
+            logits = self.graphs.verify(tier, step, lengths, blocks)
+        else:
+            logits = self._forward(step, counts, drafted)
+        # After the forward pass and before the next: the rings hold what the plan names.
+        for save in step.snapshot_saves:
+            self._pool.save_snapshot(save.slot, save.snapshot, save.position)
         self._pipeline.launched(slot)
         # The device computes meanwhile; a step without a grammar walks and masks nothing (D-14).
         self._pipeline.finish(slot)
@@ -167,7 +193,7 @@ class Executor:
         survival = _rows_of(host[drawn.values.numel() :], len(plan.rows))
         rows = verify.collect(step, drafts, asked, choices, masks, survival)
         timings, num_dropped = self._pipeline.timings.take()
-        return StepOutput(rows, len(masks.rows) if masks is not None else 0, timings, num_dropped)
+        return StepOutput(rows, len(masks.rows) if masks is not None else 0, timings, num_dropped, tier)
 
     def _forward(self, step: Plan, counts: tuple[int, int], drafted: Drafted | None) -> Tensor:
         """Launch the target over a plan with its drafts: logits [R, V] float32. No host sync."""
@@ -178,9 +204,6 @@ class Executor:
         outputs = self._model.forward(inputs, self._pool, self._exchange, desk.taps if desk is not None else ())
         if desk is not None and outputs.taps is not None:
             desk.keep(outputs.taps, inputs)
-        # After the forward pass and before the next: the rings hold what the plan names.
-        for save in step.snapshot_saves:
-            self._pool.save_snapshot(save.slot, save.snapshot, save.position)
         return outputs.logits
 
     def _cut(self, plan: Plan, blocks: Blocks | None) -> tuple[int, ...]:
@@ -197,6 +220,9 @@ class Executor:
             return None
         if self._draft_desk is None:
             raise InvariantError("a plan that drafts, where nothing is drafted")
+        tier = self.graphs.draft_tier(counts) if self.graphs is not None and plan.replays else None
+        if self.graphs is not None and tier is not None:
+            return self.graphs.propose(tier, plan.rows)
         return self._draft_desk.propose(plan.rows, counts)
 
     def commit_grammars(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
@@ -206,8 +232,14 @@ class Executor:
         return self._masker.commit(matchers)
 
     def close(self) -> None:
-        """Let go of weights and pools, so that their memory is free before the process groups end."""
+        """Let go of graphs, weights and pools, so that their memory is free before the process groups end.
+
+        Graphs go first: they hold collectives, and groups that are destroyed before them may never return.
+        """
         self._pipeline.close()
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
         if self._masker is not None:
             self._masker.close()
         del self._model, self._pool, self._draft_desk

@@ -93,7 +93,8 @@ class Plan:
     """Rows in execution order: decode rows first, then prefill chunks. Empty for an idle rank.
 
     speculation: of a decode step that drafts. Its rows hold their anchors alone, and their page tables cover all drafts
-    that may be verified; None: nothing is drafted.
+    that may be verified; None: nothing is drafted. replays: both ranks agreed to replay captured graphs where the step
+    has the shape of one.
     """
 
     kind: StepKind
@@ -101,6 +102,7 @@ class Plan:
     slot_starts: tuple[SlotStart, ...] = ()
     snapshot_saves: tuple[SnapshotSave, ...] = ()
     speculation: Speculation | None = None
+    replays: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -136,9 +138,11 @@ class RowOutput:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Outputs aligned with Plan.rows. num_masked: rows that a grammar held. mask_times: seconds of the masks' parts, by
-    phase; on cuda some are an earlier step's. num_dropped_times: that could not be told."""
+    phase; on cuda some are an earlier step's. num_dropped_times: that could not be told. tier: tokens of the graph that
+    was replayed, None where the target ran eager."""
 
     rows: tuple[RowOutput, ...]
     num_masked: int = 0
     mask_times: tuple[tuple[str, float], ...] = ()
     num_dropped_times: int = 0
+    tier: int | None = None

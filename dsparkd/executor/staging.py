@@ -50,8 +50,8 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Host-side facts of a step: per row [B] and per padded token [T]; padding is at position 0 of the null slot."""
+class Tokens:
+    """Host-side facts of a step, numpy int64: per row [B] and per padded token [T]; padding is at position 0 of the null slot."""
 
     slots: Ints
     starts: Ints
@@ -78,8 +78,8 @@ class Stager:
 
         num_padded: tokens with padding, whole row tiles; None for as many as the rows need. No host sync.
         """
-        self._check(plan)
-        tokens = _lay_out(plan, pad_rows(plan.num_tokens) if num_padded is None else num_padded)
+        check(plan, self._geometry)
+        tokens = lay_out(plan, pad_rows(plan.num_tokens) if num_padded is None else num_padded)
         input_ids = np.zeros(len(tokens.position), np.int64)
         input_ids[: tokens.num_tokens] = np.fromiter((i for row in plan.rows for i in row.input_ids), np.int64)
         logit_rows = _logit_rows(plan, tokens)
@@ -97,27 +97,19 @@ class Stager:
             draft_store=self._store(tokens, draft_ring) if draft_ring else None,
         )
 
-    def _input_ids(self, known: Ints, tokens: _Tokens, drafted: Drafted | None) -> Tensor:
+    def _input_ids(self, known: Ints, tokens: Tokens, drafted: Drafted | None) -> Tensor:
         """Bring the ids that the host knows, and put the drafts in their places."""
         input_ids = self._tensor(known)
         if drafted is None:
             return input_ids
         lengths = np.array(drafted.lengths, np.int64)
-        row, column = _ranges(np.ones_like(lengths), 1 + lengths)  # of windows
+        row, column = ranges(np.ones_like(lengths), 1 + lengths)  # of windows
         ends = tokens.offsets + tokens.ends - tokens.starts
         place = (ends - lengths)[row] + column - 1
         ids = drafted.windows.view(-1).index_select(0, self._tensor(row * drafted.windows.shape[1] + column))
         return input_ids.index_copy_(0, self._tensor(place), ids)
 
-    def _check(self, plan: Plan) -> None:
-        for row in plan.rows:
-            end = row.start + len(row.input_ids)
-            if row.slot < 1 or row.start < 0 or not row.input_ids or not 0 <= row.num_logits <= len(row.input_ids):
-                raise InvariantError(f"request {row.request_id}: a row at slot {row.slot}, start {row.start}")
-            if len(row.page_table) * self._geometry.page_tokens < end:
-                raise InvariantError(f"request {row.request_id}: {len(row.page_table)} pages do not cover {end} tokens")
-
-    def _attention(self, plan: Plan, tokens: _Tokens) -> AttentionMetadata:
+    def _attention(self, plan: Plan, tokens: Tokens) -> AttentionMetadata:
         g = self._geometry
         csa_counts = (tokens.position + 1) // CSA_RATIO
         hca_counts = (tokens.position + 1) // HCA_RATIO
@@ -155,7 +147,7 @@ class Stager:
         step = max(1, min(BLOCK_TOKENS, BLOCK_BYTES // token_bytes))
         return [(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
 
-    def _window_block(self, tokens: _Tokens, start: int, stop: int) -> WindowBlock:
+    def _window_block(self, tokens: Tokens, start: int, stop: int) -> WindowBlock:
         window = self._geometry.window
         part = slice(start, stop)
         position = tokens.position[part]
@@ -171,14 +163,14 @@ class Stager:
         return WindowBlock(start, stop, sources, self._tensor(first), all_visible=not first.any())
 
     def _compressed(
-        self, plan: Plan, tokens: _Tokens, ratio: int, counts: Ints, cuts: list[tuple[int, int]]
+        self, plan: Plan, tokens: Tokens, ratio: int, counts: Ints, cuts: list[tuple[int, int]]
     ) -> CompressedMetadata:
         g = self._geometry
         csa = ratio == CSA_RATIO
         ring = g.csa_ring_rows if csa else g.hca_ring_rows
         page_entries = g.csa_entries_per_page if csa else g.hca_entries_per_page
         entry_slots = _entry_slots(plan, tokens.ends // ratio, page_entries)
-        closing_row, closing = _ranges(tokens.starts // ratio, tokens.ends // ratio)
+        closing_row, closing = ranges(tokens.starts // ratio, tokens.ends // ratio)
         span = np.arange(-ratio if csa else 0, ratio)  # CSA entries mix the window before their own in
         wanted = (closing * ratio)[:, None] + span  # [N, span]
         pick = closing_row[:, None]
@@ -201,7 +193,7 @@ class Stager:
         in_ring = np.where(wanted < 0, 0, slot * ring + wanted % ring)
         return self._tensor(np.where(wanted >= start, start - offset - wanted - 1, in_ring))
 
-    def _store(self, tokens: _Tokens, ring: int) -> RingStore:
+    def _store(self, tokens: Tokens, ring: int) -> RingStore:
         """Keep the last `ring` tokens of each row."""
         n = tokens.num_tokens
         position = tokens.position[:n]
@@ -213,7 +205,17 @@ class Stager:
         return upload(array, self._device)
 
 
-def _lay_out(plan: Plan, num_padded: int) -> _Tokens:
+def check(plan: Plan, geometry: KVGeometry) -> None:
+    """Raise InvariantError for a row that cannot be right."""
+    for row in plan.rows:
+        end = row.start + len(row.input_ids)
+        if row.slot < 1 or row.start < 0 or not row.input_ids or not 0 <= row.num_logits <= len(row.input_ids):
+            raise InvariantError(f"request {row.request_id}: a row at slot {row.slot}, start {row.start}")
+        if len(row.page_table) * geometry.page_tokens < end:
+            raise InvariantError(f"request {row.request_id}: {len(row.page_table)} pages do not cover {end} tokens")
+
+
+def lay_out(plan: Plan, num_padded: int) -> Tokens:
     """Flatten the rows, one behind the other, and pad."""
     rows = plan.rows
     lens = np.array([len(row.input_ids) for row in rows], np.int64)
@@ -222,13 +224,13 @@ def _lay_out(plan: Plan, num_padded: int) -> _Tokens:
     offsets = np.cumsum(lens) - lens
     num_tokens = int(lens.sum())
     num_padding = num_padded - num_tokens
-    row, position = _ranges(starts, starts + lens)
+    row, position = ranges(starts, starts + lens)
 
     def padded(values: Ints, padding: Ints) -> Ints:
         return np.concatenate((values, padding))
 
     zeros = np.zeros(num_padding, np.int64)
-    return _Tokens(
+    return Tokens(
         slots=slots,
         starts=starts,
         ends=starts + lens,
@@ -242,7 +244,7 @@ def _lay_out(plan: Plan, num_padded: int) -> _Tokens:
     )
 
 
-def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+def ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
     """Concatenate range(low[b], high[b]) over b; returns b and the value of each element."""
     lens = high - low
     owner = np.repeat(np.arange(len(lens)), lens)
@@ -264,8 +266,8 @@ def _entry_slots(plan: Plan, num_entries: Ints, page_entries: int) -> Ints:
     return np.where(np.arange(width) < num_entries[:, None], slots, 0)
 
 
-def _logit_rows(plan: Plan, tokens: _Tokens) -> Ints:
+def _logit_rows(plan: Plan, tokens: Tokens) -> Ints:
     """Tokens that need logits: the last num_logits of each row."""
     lasts = tokens.offsets + tokens.ends - tokens.starts
     counts = np.array([row.num_logits for row in plan.rows], np.int64)
-    return _ranges(lasts - counts, lasts)[1]
+    return ranges(lasts - counts, lasts)[1]

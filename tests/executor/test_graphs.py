@@ -1,0 +1,210 @@
+"""Captured decode steps and drafts against eager ones: the same bits, from memory that never moves.
+
+On the cpu a record is the body itself, run again: what differs from a CUDA graph is only that the launches are made
+anew, so that shapes, padding, addresses and the choice of a tier are proven here, and capture itself on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsparkd.errors import CapabilityError, InvariantError
+from dsparkd.executor.draft import DraftDesk
+from dsparkd.executor.executor import DTYPES, Executor
+from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder, require_room
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, Speculation, StepKind
+from dsparkd.executor.shapes import DraftShape, ShapeLimits, VerifyShape
+from dsparkd.kv.geometry import PoolSizes
+from dsparkd.kv.pool import KVPool
+from dsparkd.messages import SamplingParams
+from dsparkd.model.config import load_model_config
+from dsparkd.model.weights import load_both_draft_shards, load_both_shards
+from dsparkd.text.tokenizer import Tokenizer
+from tools.harness import ensure_checkpoint
+
+ROWS = 6
+PAGES = 8
+GREEDY = SamplingParams(max_tokens=64, seed=1, temperature=0.0, top_logprobs=0)
+SEEDED = SamplingParams(max_tokens=64, seed=77, temperature=0.9, top_p=0.95, top_logprobs=0)
+TEXT = "The list has these entries: " + ", ".join(f"item {n} costs {7 * n % 31} coins" for n in range(120))
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+class Rerun:
+    """Records by keeping the body."""
+
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.runs = 0
+
+    def record(self, name: str, body: Callable[[], None]) -> Callable[[], None]:
+        self.names.append(name)
+        body()
+
+        def replay() -> None:
+            self.runs += 1
+            body()
+
+        return replay
+
+    def close(self) -> None:
+        self.names.clear()
+
+
+class Lab:
+    """The shipped checkpoint, both shards in this process; one executor that runs eager or replays."""
+
+    def __init__(self, device: str) -> None:
+        torch.set_num_threads(1)
+        checkpoint, self.device = ensure_checkpoint(), torch.device(device)
+        name = "float32" if device == "cpu" else "bfloat16"
+        config = load_model_config(checkpoint)
+        self.gamma, self.topk = config.gamma, config.index_topk
+        model, exchange = load_both_shards(checkpoint, config, DTYPES[name], self.device)
+        drafter, draft_exchange = load_both_draft_shards(checkpoint, model)
+        geometry = config.kv_geometry(256, name, drafts=True)
+        self.pool = KVPool(geometry, PoolSizes(1 + ROWS * PAGES, 1 + ROWS, 2), DTYPES[name], self.device)
+        desk = DraftDesk(drafter, self.pool, draft_exchange)
+        tokenizer = Tokenizer.load(checkpoint)
+        self.ids = tuple(tokenizer.encode(TEXT))
+        self.executor = Executor(0, model, 0, self.pool, exchange, tokenizer, None, desk)
+        self.recorder = Rerun()
+        recorder: Recorder = self.recorder if device == "cpu" else CudaRecorder(self.device)
+        self.limits = ShapeLimits(ROWS, PAGES, 1 + self.gamma)
+        self.executor.capture((16, 32, 48), self.limits, lambda done, total: None, recorder)
+        assert self.executor.graphs is not None
+        self.graphs: Graphs = self.executor.graphs
+
+    def step(
+        self,
+        rows: Sequence[PlanRow],
+        *,
+        replays: bool,
+        most: int = 0,
+        room: int | None = None,
+        peer: int = 0,
+        kind: StepKind = StepKind.DECODE,
+        starts: tuple[SlotStart, ...] = (),
+    ) -> tuple[tuple[RowOutput, ...], int | None]:
+        """Outputs, and the tier. room: for drafts, of a compact layout. peer: rows of a rank that is not here."""
+        tokens = len(rows) * (1 + most) if room is None else len(rows) + room
+        speculation = Speculation(most, (tokens, peer * (1 + most)), room is not None) if most else None
+        plan = Plan(kind, tuple(rows), starts, speculation=speculation, replays=replays)
+        output = self.executor.step(plan, (plan.num_tokens, peer))
+        return output.rows, output.tier
+
+
+class Text:
+    """One request; place: its slot, and which pages are its own."""
+
+    def __init__(self, ids: tuple[int, ...], params: SamplingParams, place: int) -> None:
+        self.ids, self.params, self.place = ids, params, place
+        self.outputs: tuple[int, ...] = ()
+        self.seen: list[object] = []
+
+    def row(self) -> PlanRow:
+        known = self.ids + self.outputs
+        start = len(known) - 1 if self.outputs else 0
+        return PlanRow(
+            request_id=str(self.place),
+            slot=self.place,
+            input_ids=known[start:],
+            start=start,
+            page_table=tuple(range(1 + PAGES * (self.place - 1), 1 + PAGES * self.place)),
+            num_logits=1,
+            sampling=self.params,
+            prompt_ids=self.ids,
+            output_ids=self.outputs,
+        )
+
+    def take(self, output: RowOutput) -> None:
+        self.outputs += output.token_ids
+        self.seen += [output.logprobs, output.survival]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def lab(request: pytest.FixtureRequest) -> Lab:
+    return Lab(request.param)
+
+
+def begin(lab: Lab, lengths: Sequence[int]) -> list[Text]:
+    """Fresh requests behind their prefill, every second one seeded."""
+    texts = [Text(lab.ids[:n], (GREEDY, SEEDED)[place % 2], place) for place, n in enumerate(lengths, 1)]
+    for text in texts:
+        starts = (SlotStart(text.place, None, 0),)
+        text.take(lab.step([text.row()], replays=True, kind=StepKind.PREFILL, starts=starts)[0][0])
+    return texts
+
+
+def advance(lab: Lab, texts: Sequence[Text], **how: object) -> int | None:
+    """One step of some texts; returns its tier."""
+    rows, tier = lab.step([text.row() for text in texts], **how)  # type: ignore[arg-type]
+    for text, output in zip(texts, rows, strict=True):
+        text.take(output)
+    return tier
+
+
+# Lengths around a page's end, a compressed entry's, a window's and where the indexer begins to choose.
+LENGTHS = (1, 126, 250, 254, 519, 900)
+
+
+def sequence(lab: Lab, *, replays: bool) -> tuple[list[Text], list[int | None]]:
+    """Steps of every kind: widths 1 to a block's, few and all rows, compact, a peer with more rows, none of ours."""
+    texts = begin(lab, LENGTHS)
+    tiers = []
+    for most, count, room, peer in (
+        (0, 6, None, 0),
+        (5, 1, None, 0),
+        (5, 6, None, 0),
+        (2, 3, None, 6),
+        (5, 6, 11, 2),
+        (0, 1, None, 1),
+        (3, 0, None, 2),
+        (5, 5, 0, 6),
+        (1, 6, None, 0),
+        (5, 6, None, 6),
+    ):
+        rows = texts[len(texts) - count :]
+        tiers.append(advance(lab, rows, replays=replays, most=most, room=room, peer=peer))
+    return texts, tiers
+
+
+def live(lab: Lab) -> list[Tensor]:
+    """All that sequences own: pools without the null slot and page."""
+    pool, g = lab.pool, lab.pool.geometry
+    return [
+        pool.window[:, g.window_ring_rows :].clone(),
+        pool.csa_rows[:, g.csa_ring_rows :].clone(),
+        pool.hca_rows[:, g.hca_ring_rows :].clone(),
+        pool.draft_keys[:, g.draft_ring_rows :].clone(),
+        pool.csa_entries[:, g.csa_entries_per_page :].clone(),
+        pool.csa_keys[:, g.csa_entries_per_page :].clone(),
+        pool.hca_entries[:, g.hca_entries_per_page :].clone(),
+    ]
+
+
+def test_replayed_steps_give_the_bits_of_eager_ones(lab: Lab) -> None:
+    """P-22, T-04: ids, log-probabilities, chances and all cached state, over plans of every width and number of rows,
+    beside padding, with other steps between."""
+    for tensor in lab.pool.tensors():
+        tensor.zero_()
+    eager, none = sequence(lab, replays=False)
+    kept = live(lab)
+    for tensor in lab.pool.tensors():
+        tensor.zero_()
+
+    texts, tiers = sequence(lab, replays=True)
+
+    assert none == [None] * 10
+    assert tiers == [16, 16, 48, 32, 32, 16, 16, 48, 16, 48]
+    assert [text.outputs for text in texts] == [text.outputs for text in eager]
+    assert [text.seen for text in texts] == [text.seen for text in eager]
+    assert all(torch.equal(one, other) for one, other in zip(live(lab), kept, strict=True))
+    assert max(len(text.outputs) for text in texts) > 9  # drafts were accepted
