@@ -27,7 +27,7 @@ from dsparkd.grammar.vocabulary import make_vocabularies
 from dsparkd.http.keys import ApiKeys
 from dsparkd.ipc.wiring import make_wiring
 from dsparkd.kv.geometry import KVGeometry, PoolSizes, size_pool
-from dsparkd.model.checkpoint import StoredDtype, TensorSpec, Use, expected_tensors
+from dsparkd.model.checkpoint import Use, expected_tensors, placed_bytes
 from dsparkd.model.config import ModelConfig, load_model_config, verified_drafts
 from dsparkd.text.tokenizer import Tokenizer
 
@@ -157,11 +157,12 @@ def check_memory(config: Config, model: ModelConfig) -> PoolSizes | None:
     return size_pool(geometry, config, config.kv.device_bytes)
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> tuple[int, int, int]:
-    """Return bytes of one rank's shared weights, its half of the experts and its drafter, in the engine's dtype."""
+def weight_bytes(model: ModelConfig, dtype: str, device: str) -> tuple[int, int, int]:
+    """Return bytes of one rank's shared weights, its half of the experts and its drafter, as its device holds them."""
     shared = expert = draft = 0
-    for spec in expected_tensors(model).values():
-        size = _loaded_bytes(spec, dtype)
+    specs = expected_tensors(model)
+    for name, spec in specs.items():
+        size = placed_bytes(specs, name, dtype, is_packed=device == "cuda" and dtype == "bfloat16")
         if spec.use is Use.TARGET:
             shared += size
         elif spec.use is Use.EXPERT:
@@ -171,27 +172,10 @@ def weight_bytes(model: ModelConfig, dtype: str) -> tuple[int, int, int]:
     return shared, expert // 2, draft
 
 
-def _loaded_bytes(spec: TensorSpec, dtype: str) -> int:
-    """Return what a stored tensor takes once it is dequantised; scales are gone then."""
-    count = 1
-    for length in spec.shape:
-        count *= length
-    width = 4 if dtype == "float32" else 2
-    sizes = {
-        StoredDtype.BF16: count * width,
-        StoredDtype.F32: count * 4,
-        StoredDtype.I64: count * 8,
-        StoredDtype.I8: 2 * count * width,  # two FP4 numbers a byte
-        StoredDtype.F8_E4M3: count * width,
-        StoredDtype.F8_E8M0: 0,
-    }
-    return sizes[spec.dtype]
-
-
 def render_memory(config: Config, model: ModelConfig, sizes: PoolSizes | None) -> str:
     """Return the table of what one rank will hold, pool by pool."""
     geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype, config.dspark.enabled)
-    shared, experts, drafter = weight_bytes(model, config.engine.dtype)
+    shared, experts, drafter = weight_bytes(model, config.engine.dtype, config.engine.device)
     rows = [("weights, shared", "", "", shared), ("weights, experts of this rank", "", "", experts)]
     if config.dspark.enabled:
         rows.append(("weights, drafter", "", "", drafter))

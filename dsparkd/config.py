@@ -52,6 +52,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     device: Literal["cuda", "cpu"] = "cuda"
     shared_device: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Literal["checkpoint", "random"] = "checkpoint"
     dp: int = 2
     attention_tp: int = 1
     cp: int = 1

@@ -87,6 +87,7 @@ PATH_ACTIVE = _family(
         "gloo_exchange",
         "prefix_cache",
         "mixed_step",
+        "random_weights",
         "grammar_traversal",
         "grammar_store",
         "dspark",

@@ -22,7 +22,15 @@ import msgspec
 
 from dsparkd import log as log_module
 from dsparkd import metrics, system
-from dsparkd.config import Config, ExchangeConfig, GrammarConfig, HealthConfig, RoutingConfig, SpeculationConfig
+from dsparkd.config import (
+    Config,
+    EngineConfig,
+    ExchangeConfig,
+    GrammarConfig,
+    HealthConfig,
+    RoutingConfig,
+    SpeculationConfig,
+)
 from dsparkd.errors import (
     EXIT_FATAL,
     EXIT_OK,
@@ -35,6 +43,7 @@ from dsparkd.errors import (
 )
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.costs import CostTable, load_cost_table
+from dsparkd.executor.device import TorchDriver, require_device
 from dsparkd.executor.executor import Executor, rank_device
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, SlotStart, Speculation, StepKind
@@ -155,6 +164,9 @@ class Rank:
         if timeouts.kind == "native":
             self._native = open_native_exchange(config, self._wiring, spin_s)
         model_config = load_model_config(Path(config.engine.checkpoint))
+        require_device(config, model_config, dp_rank, TorchDriver())
+        if config.engine.weights == "random":
+            log.warning("weights_are_random", checkpoint=config.engine.checkpoint)
         self._max_drafts = verified_drafts(config.dspark, model_config)
         table = open_cost_table(config, model_config.gamma) if self._max_drafts else None
         if self._max_drafts:
@@ -165,6 +177,7 @@ class Rank:
         self._paths = (
             *exchange_paths(timeouts, spin_s),
             *PATHS,
+            weights_path(config.engine),
             *grammar_paths(config.grammar),
             *draft_paths(config.dspark, self._max_drafts, model_config.gamma, table),
         )
@@ -417,6 +430,13 @@ def exchange_paths(config: ExchangeConfig, spin_s: float) -> tuple[PathState, ..
         return PathState("native_exchange", "off", off.why), PathState("gloo_exchange", "active", off.why)
     spins = f"spins {spin_s * 1e6:g} us" if spin_s == config.spin_s else "does not spin: fewer than two CPUs"
     return PathState("native_exchange", "active", f"{off.why}, {spins}"), off
+
+
+def weights_path(config: EngineConfig) -> PathState:
+    """Whether answers mean anything, for /server_info and the log."""
+    if config.weights == "random":
+        return PathState("random_weights", "active", 'engine.weights = "random": answers mean nothing')
+    return PathState("random_weights", "off", 'engine.weights = "checkpoint"')
 
 
 def grammar_paths(config: GrammarConfig) -> tuple[PathState, PathState]:

@@ -593,6 +593,15 @@ def test_m06_every_way_of_drafting_says_why() -> None:
         assert words in paths[0].why + paths[1].why
 
 
+def test_m06_weights_say_whether_answers_mean_anything() -> None:
+    """M-06: figures are taken with weights that an operator must never serve with."""
+    real = rank.weights_path(EngineConfig(checkpoint="/c"))
+    assert (real.path, real.state) == ("random_weights", "off")
+    noise = rank.weights_path(EngineConfig(checkpoint="/c", weights="random"))
+    assert (noise.path, noise.state) == ("random_weights", "active")
+    assert "mean nothing" in noise.why
+
+
 def test_a_warm_up_drafts_where_the_server_does(config: Config) -> None:
     """L-15: the longest tick is that of the widest step."""
     plans = rank.warm_up_plans(config, num_pages=40, max_drafts=5)

@@ -98,11 +98,23 @@ class Executor:
         model_config = load_model_config(directory)
         dtype = DTYPES[config.engine.dtype]
         model, weight_bytes = load_transformer(
-            directory, model_config, dtype, device, dp_rank, lambda done, total: progress("weights", done, total)
+            directory,
+            model_config,
+            dtype,
+            device,
+            dp_rank,
+            lambda done, total: progress("weights", done, total),
+            config.engine.weights,
         )
         drafter = None
         if config.dspark.enabled:
-            drafter, draft_bytes = load_drafter(directory, model, dp_rank)
+            drafter, draft_bytes = load_drafter(
+                directory,
+                model,
+                dp_rank,
+                lambda done, total: progress("drafter", done, total),
+                config.engine.weights,
+            )
             weight_bytes += draft_bytes
         geometry = model_config.kv_geometry(config.kv.page_tokens, config.engine.dtype, drafts=drafter is not None)
         budget = _budget_bytes(config.kv, device)
@@ -295,6 +307,7 @@ def _budget_bytes(config: KVConfig, device: torch.device) -> int:
         return config.device_bytes
     if config.device_fraction is None or device.type != "cuda":
         raise InvariantError("resolve() lets kv.device_fraction through for cuda only")
+    torch.cuda.empty_cache()  # what the loader no longer needs is free
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return int(free_bytes * config.device_fraction)
 

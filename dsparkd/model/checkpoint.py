@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,6 +12,16 @@ from dsparkd.model.config import ModelConfig
 
 FP8_BLOCK = 128  # rows and columns under one FP8 weight scale
 FP4_GROUP = 32  # columns under one FP4 weight scale
+# Names by how layers read them: in float32 whatever the model's dtype is, or with every stored bit (model.layers).
+_WIDE = ("norm.weight", "markov_w1.weight", "confidence_head.proj.weight")
+_EXACT = (
+    "compressor.wkv.weight",
+    "compressor.wgate.weight",
+    "weights_proj.weight",
+    "gate.weight",
+    "head.weight",
+    "markov_w2.weight",
+)
 
 
 class StoredDtype(StrEnum):
@@ -78,6 +90,54 @@ def nextn_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
         table.linear(f"mtp.0.{name}", config.hidden_size, config.hidden_size)
     table.hyper_head("mtp.0.", config.hc_mult, config.hidden_size)
     return table.specs
+
+
+def wanted_names(specs: Mapping[str, TensorSpec], part: Use, ranks: Collection[int], per_rank: int) -> set[str]:
+    """Name the tensors that these ranks load for the target (Use.TARGET) or the drafter (Use.DRAFT).
+
+    per_rank: routed experts that one rank owns.
+    """
+    return {
+        name
+        for name, spec in specs.items()
+        if (spec.use is Use.DRAFT) == (part is Use.DRAFT) and (spec.expert is None or spec.expert // per_rank in ranks)
+    }
+
+
+def stored_bytes(spec: TensorSpec) -> int:
+    """Bytes that a tensor takes in its file."""
+    sizes = {StoredDtype.BF16: 2, StoredDtype.F32: 4, StoredDtype.I64: 8}
+    return math.prod(spec.shape) * sizes.get(spec.dtype, 1)
+
+
+def placed_bytes(specs: Mapping[str, TensorSpec], name: str, dtype: str, *, is_packed: bool) -> int:
+    """Bytes that the tensor NAME takes on its device once it is loaded.
+
+    dtype: engine.dtype. is_packed: small formats stay as they are stored, as on cuda in bfloat16; else they are
+    dequantised, and their scales gone.
+    """
+    spec = specs[name]
+    count = math.prod(spec.shape)
+    width = 4 if dtype == "float32" else 2
+    match spec.dtype:
+        case StoredDtype.I64:
+            return count * 8
+        case StoredDtype.I8:
+            return count if is_packed else 2 * count * width  # two FP4 numbers a byte
+        case StoredDtype.F8_E4M3:
+            return count if is_packed else count * width
+        case StoredDtype.F8_E8M0:
+            weight = specs[name.removesuffix("scale") + "weight"]
+            if not is_packed:
+                return 0
+            # The scale of an FP8 block is kept once for each of its rows.
+            return count if weight.dtype is StoredDtype.I8 else weight.shape[0] * spec.shape[1]
+        case StoredDtype.BF16 | StoredDtype.F32:
+            if not name.endswith(".weight") or name.endswith(_WIDE):
+                return count * 4
+            if name.endswith(_EXACT):
+                return count * (2 if is_packed and spec.dtype is StoredDtype.BF16 else 4)
+            return count * width
 
 
 class _Table:

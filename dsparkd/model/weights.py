@@ -1,7 +1,8 @@
 """safetensors -> parameters: the official layout; none missing, none left over.
 
-Files are memory-mapped; a rank reads the common tensors and its own half of the routed experts. On cuda in bfloat16
-quantised weights stay packed; elsewhere they are dequantised.
+Files are memory-mapped and go to the device tensor by tensor, so a rank holds none of them in memory of its own; it
+reads the common tensors and its own half of the routed experts. On cuda in bfloat16 quantised weights stay packed;
+elsewhere they are dequantised. Instead of files, a model may have weights that mean nothing: random_weights.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,18 +21,20 @@ from dsparkd.errors import CheckpointError, InvariantError
 from dsparkd.kernels.weight import MAX_SCALES, Format, Weight, decode_e8m0, decode_fp4, decode_fp8, dense
 from dsparkd.model.checkpoint import (
     FP8_BLOCK,
-    StoredDtype,
-    TensorSpec,
     Use,
     expected_tensors,
     nextn_tensors,
+    stored_bytes,
+    wanted_names,
 )
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.dspark import Drafter
 from dsparkd.model.moe import NUM_SHARDS, Experts, LocalExpertExchange
+from dsparkd.model.random_weights import RandomWeights
 from dsparkd.model.transformer import Transformer
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes to read
+Kind = Literal["checkpoint", "random"]  # engine.weights
 
 
 def load_transformer(
@@ -41,22 +44,23 @@ def load_transformer(
     device: torch.device,
     rank: int,
     progress: Progress | None = None,
+    kind: Kind = "checkpoint",
 ) -> tuple[Transformer, int]:
     """Load the target with one rank's experts; returns it and the bytes that its parameters take.
 
     Raises CheckpointError naming the file or tensor that is wrong.
     """
-    with Checkpoint(directory, config, dtype, device, (rank,), progress) as checkpoint:
+    with open_weights(kind, directory, config, dtype, device, (rank,), progress) as checkpoint:
         model = Transformer(config, checkpoint, rank, device)
         checkpoint.finish()
     return model, checkpoint.placed_bytes
 
 
 def load_both_shards(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, kind: Kind = "checkpoint"
 ) -> tuple[Transformer, LocalExpertExchange]:
     """Load the whole model into one process: rank 0's, and the exchange that stands for rank 1."""
-    with Checkpoint(directory, config, dtype, device, tuple(range(NUM_SHARDS))) as checkpoint:
+    with open_weights(kind, directory, config, dtype, device, tuple(range(NUM_SHARDS))) as checkpoint:
         model = Transformer(config, checkpoint, 0, device)
         peer = [Experts(config, checkpoint, f"layers.{layer}.ffn.experts", 1) for layer in range(len(model.blocks))]
         checkpoint.finish()
@@ -64,28 +68,48 @@ def load_both_shards(
 
 
 def load_drafter(
-    directory: Path, target: Transformer, rank: int, progress: Progress | None = None
+    directory: Path, target: Transformer, rank: int, progress: Progress | None = None, kind: Kind = "checkpoint"
 ) -> tuple[Drafter, int]:
     """Load the drafter of the target's checkpoint with one rank's experts, and the bytes that its parameters take.
 
     Raises CheckpointError when the checkpoint has none, or names the file or tensor that is wrong.
     """
     config = target.config
-    with Checkpoint(directory, config, target.dtype, target.device, (rank,), progress, part=Use.DRAFT) as checkpoint:
+    with open_weights(
+        kind, directory, config, target.dtype, target.device, (rank,), progress, part=Use.DRAFT
+    ) as checkpoint:
         drafter = Drafter(config, checkpoint, rank, target)
         checkpoint.finish()
     return drafter, checkpoint.placed_bytes
 
 
-def load_both_draft_shards(directory: Path, target: Transformer) -> tuple[Drafter, LocalExpertExchange]:
+def load_both_draft_shards(
+    directory: Path, target: Transformer, kind: Kind = "checkpoint"
+) -> tuple[Drafter, LocalExpertExchange]:
     """Load the whole drafter into the target's process, and the exchange that stands for rank 1."""
     config = target.config
     ranks = tuple(range(NUM_SHARDS))
-    with Checkpoint(directory, config, target.dtype, target.device, ranks, part=Use.DRAFT) as checkpoint:
+    with open_weights(kind, directory, config, target.dtype, target.device, ranks, part=Use.DRAFT) as checkpoint:
         drafter = Drafter(config, checkpoint, 0, target)
         peer = [Experts(config, checkpoint, f"mtp.{stage}.ffn.experts", 1) for stage in range(len(drafter.stages))]
         checkpoint.finish()
     return drafter, LocalExpertExchange(peer)
+
+
+def open_weights(
+    kind: Kind,
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: tuple[int, ...],
+    progress: Progress | None = None,
+    part: Use = Use.TARGET,
+) -> Checkpoint | RandomWeights:
+    """Open what engine.weights says; see Checkpoint. Raises CheckpointError."""
+    if kind == "random":
+        return RandomWeights(config, dtype, device, ranks, progress, part)
+    return Checkpoint(directory, config, dtype, device, ranks, progress, part)
 
 
 class _Header(Protocol):
@@ -137,11 +161,9 @@ class Checkpoint:
             if "mtp.0.e_proj.weight" in self._file_of and config.dspark is None:
                 self._specs |= nextn_tensors(config)
             self._check(directory)
-            per_rank = config.n_routed_experts // NUM_SHARDS
-            self._unread = {
-                name for name, spec in self._specs.items() if _wanted(spec, part, ranks, per_rank)
-            }  # names that the model has still to take
-            self._total_bytes = sum(_num_bytes(self._specs[name]) for name in self._unread)
+            # Names that the model has still to take.
+            self._unread = wanted_names(self._specs, part, ranks, config.n_routed_experts // NUM_SHARDS)
+            self._total_bytes = sum(stored_bytes(self._specs[name]) for name in self._unread)
             self._read_bytes = 0
             self.placed_bytes = 0
         except CheckpointError:
@@ -254,21 +276,6 @@ class Checkpoint:
     def _close(self) -> None:
         for file in self._files.values():
             file.__exit__(None, None, None)
-
-
-def _wanted(spec: TensorSpec, part: Use, ranks: tuple[int, ...], per_rank: int) -> bool:
-    """Say whether these ranks load the tensor for that part."""
-    if (spec.use is Use.DRAFT) != (part is Use.DRAFT):
-        return False
-    return spec.expert is None or spec.expert // per_rank in ranks
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    sizes = {StoredDtype.BF16: 2, StoredDtype.F32: 4, StoredDtype.I64: 8}
-    count = 1
-    for dim in spec.shape:
-        count *= dim
-    return count * sizes.get(spec.dtype, 1)
 
 
 def _raise_for(directory: Path, what: str, names: Iterable[str]) -> None:

@@ -289,6 +289,33 @@ def test_check_config_prints_the_tree_and_what_the_ranks_then_hold(checkpoint: P
     assert sum(map(float, pools)) == pytest.approx(sum(kv_bytes.values()) / (1 << 20), abs=0.2)
 
 
+def test_random_weights_need_no_files_and_say_everywhere_that_answers_mean_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """An operator who left the key in has to see it in the log, in /server_info and in /metrics."""
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(checkpoint / name, tmp_path)
+    with Server({"engine": {"checkpoint": str(tmp_path), "weights": "random"}}) as server:
+        server.wait_ready()
+        warnings = server.events("weights_are_random")
+        assert [(line["level"], line["dp_rank"]) for line in warnings] in (
+            [("warning", 0), ("warning", 1)],
+            [("warning", 1), ("warning", 0)],
+        )
+        for rank in json.loads(server.get("/server_info"))["ranks"]:
+            (path,) = [path for path in rank["paths"] if path["path"] == "random_weights"]
+            assert path["state"] == "active"
+            assert "mean nothing" in path["why"]
+        assert 'dsparkd_path_active{dp_rank="1",path="random_weights"} 1.0' in server.get("/metrics")
+        body = {"model": tmp_path.name, "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
+        request = urllib.request.Request(
+            server.base_url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 8
+        assert server.stop() == 0
+
+
 def test_check_config_refuses_what_the_server_would_refuse(tmp_path: Path) -> None:
     """One line on standard error, exit 78, nothing else."""
     file = tmp_path / "bad.toml"
