@@ -43,6 +43,8 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
         yield _heads(geometry, step, device)
         for kind in (SWA, CSA, HCA):
             yield _attention(geometry, kind, step, device)
+    # Entries of more than one part, and of 16.
+    yield _attention(geometry, HCA, Step(2, 2, 70_000) if small else Step(4, 6, 1 << 20), device)
 
 
 def _attention(g: Geometry, kind: str, step: Step, device: torch.device) -> Case:

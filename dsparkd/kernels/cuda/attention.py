@@ -1,10 +1,13 @@
 """Attention over keys where they lie, and the norm and rotation before it: Triton form, for cuda.
 
-One program reduces one token's keys for a block of heads, tile by tile: the window's, then the entries', each oldest
-first. Tile sizes follow from the geometry alone and a program reads one token, so neither neighbours nor the batch's
-size change a token's bits. Keys are read by index out of ring, chunk and pages; nothing is gathered into a copy.
+One program reduces one part of a token's keys for a block of heads, tile by tile, each oldest first. The first part is
+the window and the first PART entries, each further one the next PART entries; so a long context fills the device. The
+last program of a token to arrive adds its parts, in their order. Parts and tiles follow from positions and the geometry
+alone, so neither neighbours nor the batch's size change a token's bits. Keys are read by index out of ring, chunk and
+pages; nothing is gathered into a copy.
 
-Letters: T tokens, n tokens of one call, H heads, d head width, W window, E entries a row has at most, r rotary width.
+Letters: T tokens, n tokens of one call, H heads, d head width, W window, E entries a row has at most, P parts, r rotary
+width.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
 
 HEAD_ROWS = 8  # vectors that one program norms and rotates
+PART = 512  # entries of one part: as many as an indexer chooses, whose tokens have one part and need no sum
+PART_BYTES = 256 << 20  # of parts' results that may lie in memory at once
+SUM_COLUMNS = 64  # of a head, in which parts are added at once
 
 
 class TritonAttention:
@@ -54,39 +60,86 @@ class TritonAttention:
     ) -> None:
         """See AttentionKernel."""
         n, H, d = queries.shape
-        tile = _Tile(H, d, queries.dtype)
-        # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer
-        # kinds: no step waits for a compiler because a context has become long.
-        slots = window.sources if entries is None else entries.slots
-        rows = None if entries is None else entries.rows
-        _attend[(n, triton.cdiv(H, tile.heads))](
-            queries,
-            window.ring,
-            window.chunk,
-            window.sources,
-            window.first,
-            window.sources.shape[1],
-            window.chunk if entries is None else entries.entries,
-            slots,
-            slots if rows is None else rows,
-            window.first if entries is None else entries.counts,
-            0 if entries is None else slots.shape[1],
-            int(rows is not None),
-            sink,
-            inverse.cos,
-            inverse.sin,
-            output,
-            H,
-            D=d,
-            R=inverse.cos.shape[-1],
-            BLOCK_H=tile.heads,
-            BLOCK_D=tile.width,
-            BLOCK_K=tile.keys,
-            OPERAND=operand(queries),
-            PRECISION=precision(queries),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        num_parts = 1 if entries is None else max(1, triton.cdiv(entries.slots.shape[1], PART))
+        step = n
+        if num_parts > 1:  # whole sixteens: Triton compiles anew for pointers that are aligned to less than that
+            step = max(16, PART_BYTES // (4 * num_parts * H * (d + 2)) // 16 * 16)
+        for start in range(0, n, step):
+            few = slice(start, min(start + step, n))
+            _attend_few(
+                queries[few],
+                WindowKeys(window.ring, window.chunk, window.sources[few], window.first[few], window.all_visible),
+                None if entries is None else _entries_of(entries, few),
+                sink,
+                inverse.rows(few),
+                output[few],
+                num_parts,
+            )
+
+
+def _entries_of(entries: EntryKeys, few: slice) -> EntryKeys:
+    """What some of the tokens see."""
+    if entries.rows is None:
+        return EntryKeys(entries.entries, entries.slots[few], entries.counts[few])
+    return EntryKeys(entries.entries, entries.slots, entries.counts[few], entries.rows[few])
+
+
+def _attend_few(
+    queries: Tensor,
+    window: WindowKeys,
+    entries: EntryKeys | None,
+    sink: Tensor,
+    inverse: Rotation,
+    output: Tensor,
+    num_parts: int,
+) -> None:
+    """Attend with room for the results of num_parts parts a token."""
+    n, H, d = queries.shape
+    tile = _Tile(H, d, queries.dtype)
+    num_blocks = triton.cdiv(H, tile.heads)
+    mixes = sums = sink  # not written where a token has one part
+    arrivals = window.first
+    if num_parts > 1:
+        mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
+        arrivals = torch.zeros((n, num_blocks), dtype=torch.int64, device=queries.device)
+    # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds and
+    # any number of parts: no step waits for a compiler because a context has become long.
+    slots = window.sources if entries is None else entries.slots
+    rows = None if entries is None else entries.rows
+    _attend[(n, num_blocks, num_parts)](
+        queries,
+        window.ring,
+        window.chunk,
+        window.sources,
+        window.first,
+        window.sources.shape[1],
+        window.chunk if entries is None else entries.entries,
+        slots,
+        slots if rows is None else rows,
+        window.first if entries is None else entries.counts,
+        0 if entries is None else slots.shape[1],
+        int(rows is not None),
+        sink,
+        inverse.cos,
+        inverse.sin,
+        output,
+        mixes,
+        sums,
+        arrivals,
+        num_parts,
+        H,
+        D=d,
+        R=inverse.cos.shape[-1],
+        PART=PART,
+        BLOCK_H=tile.heads,
+        BLOCK_D=tile.width,
+        BLOCK_K=tile.keys,
+        BLOCK_C=min(SUM_COLUMNS, tile.width),
+        OPERAND=operand(queries),
+        PRECISION=precision(queries),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 class _Tile:
@@ -138,10 +191,11 @@ def norm_and_rotate(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotate the last R of D columns of x [ROWS, BLOCK_D] float32 by token t's angles; elsewhere cos 1 and sin 0."""
+def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
+    """Rotate the last R of D columns by token t's angles; elsewhere cos 1 and sin 0. x [ROWS, BLOCK_D] float32 is those
+    from `first` on."""
     even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_D // 2, 2]))
-    column = 2 * tl.arange(0, BLOCK_D // 2)
+    column = first + 2 * tl.arange(0, BLOCK_D // 2)
     turned = (column >= D - R) & (column < D)
     at = t * R + column - (D - R)
     c = tl.load(cos + at, mask=turned, other=1.0)[None, :]
@@ -164,7 +218,7 @@ def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl
     return new_top, total, mixed
 
 
-@triton.jit(do_not_specialize=["W", "E", "by_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["W", "E", "by_rows", "num_parts"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # [n, H, d]
     ring,  # [*, d]
@@ -182,47 +236,104 @@ def _attend(  # type: ignore[no-untyped-def]
     cos,  # [n, 1, r]
     sin,  # [n, 1, r]
     output,  # [n, H, d]
+    mixes,  # [n, P, H, d] float32
+    sums,  # [n, P, 2, H] float32: maximum and denominator
+    arrivals,  # [n, blocks of heads]
+    num_parts,
     H,
     D: tl.constexpr,
     R: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(2)
+    count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
+    if part * PART >= tl.maximum(count, 1):  # the first part has the window, whatever else
+        return
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_D)
     own = (t * H + h)[:, None] * D + c[None, :]
     real = (h < H)[:, None] & (c < D)[None, :]
     q = tl.load(queries + own, mask=real, other=0.0).to(OPERAND)
-    # The sink is a key of no value: it starts the maximum, and the denominator with e^0.
+    # The sink is a key of no value: it starts the first part's maximum, and its denominator with e^0.
     top = tl.load(sink + h, mask=h < H, other=0.0)
     total = tl.full([BLOCK_H], 1.0, tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-
     hidden = tl.load(first + t).to(tl.int32)
-    for start in range(hidden // BLOCK_K * BLOCK_K, W, BLOCK_K):
+    begin = hidden // BLOCK_K * BLOCK_K
+    if part > 0:
+        top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        begin = W
+
+    for start in range(begin, W, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         live = (k >= hidden) & (k < W)
         source = tl.load(sources + t * W + k, mask=live, other=0)
         row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
         keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
         top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
-    count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
     own_slots = slots + t * E
     if by_rows:
         own_slots = slots + tl.load(rows + t) * E
-    for start in range(0, count, BLOCK_K):
+    for start in range(part * PART, tl.minimum(count, (part + 1) * PART), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         live = k < count
         row = entries + tl.load(own_slots + k, mask=live, other=0) * D
         keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
         top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
 
-    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
-    tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
+    live_parts = (tl.maximum(count, 1) + PART - 1) // PART
+    if live_parts == 1:
+        mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
+        tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
+        return
+    first_part = t * num_parts
+    own_sums = sums + (first_part + part) * 2 * H
+    tl.store(mixes + ((first_part + part) * H + h)[:, None] * D + c[None, :], mixed, mask=real)
+    tl.store(own_sums + h, top, mask=h < H)
+    tl.store(own_sums + H + h, total, mask=h < H)
+    # Every thread's stores come before the arrival, and the last arrival before any load of the others' parts.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + t * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
+    if arrived == live_parts - 1:
+        _add_parts(
+            mixes + first_part * H * D, sums + first_part * 2 * H, output, cos, sin, t, h, live_parts,
+            H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_parts(  # type: ignore[no-untyped-def]
+    mixes, sums, output, cos, sin, t, h, live_parts,
+    H, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of token t in their order: mixes [P, H, d], sums [P, 2, H], heads h."""
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    for part in range(live_parts):
+        top = tl.maximum(top, tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg"))
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for part in range(live_parts):
+        own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
+        own_total = tl.load(sums + part * 2 * H + H + h, mask=h < H, other=1.0, cache_modifier=".cg")
+        total += own_total * tl.exp(own_top - top)
+    for column in range(0, BLOCK_D, BLOCK_C):
+        c = column + tl.arange(0, BLOCK_C)
+        real = (h < H)[:, None] & (c < D)[None, :]
+        mixed = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
+        for part in range(live_parts):
+            own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
+            own = mixes + (part * H + h)[:, None].to(tl.int64) * D + c[None, :]
+            share = tl.exp(own_top - top)[:, None]
+            mixed += tl.load(own, mask=real, other=0.0, cache_modifier=".cg") * share
+        mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_C, column)
+        tl.store(output + (t * H + h)[:, None] * D + c[None, :], mixed.to(output.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
-from dsparkd.kernels.cuda.attention import TritonAttention, norm_and_rotate
+from dsparkd.kernels.cuda import attention
+from dsparkd.kernels.cuda.attention import PART, TritonAttention, norm_and_rotate
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
 from tests.kernels.cuda.values import DTYPES, close, noise
+from tools.gates.kernels import poisoned_memory
 
-W, E, RING, POOL = 48, 192, 60, 300  # window, entry columns, rows of ring and pages
+W, RING, POOL = 48, 60, 300  # window, rows of ring and pages
 COUNTS = [0, 1, 64, 65, 130, 192, 0]
+LONG = [0, PART, PART + 1, 2 * PART, 1, 2 * PART + 70, 0]  # up to three parts, among tokens of one
 FIRST = [47, 5, 0, 33, 0, 0, 48]  # the last token sees nothing: padding
 N = len(COUNTS)
 
@@ -24,24 +29,37 @@ def rotation_of(tokens: int, rotary: int) -> Rotation:
     return Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0] * (rotary // 2)))
 
 
+def columns_for(count: int) -> int:
+    """Slots are laid out in whole tiles."""
+    return -(-count // 64) * 64
+
+
 class Case:
     """Random queries and keys of a few tokens; everything on the cpu until it is run."""
 
-    def __init__(self, heads: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: int, width: int, dtype: torch.dtype, counts: Sequence[int] = COUNTS) -> None:
         draw = torch.Generator().manual_seed(1)
         self.queries = (noise(N, heads, width) * width**-0.5).to(dtype)
         self.sink = noise(heads, seed=3)
         self.ring, self.chunk = noise(RING, width, seed=4).to(dtype), noise(N, width, seed=5).to(dtype)
         self.sources = torch.randint(-N, RING, (N, W), generator=draw)
         self.entries = noise(POOL, width, seed=6).to(dtype)
-        self.counts, self.first = torch.tensor(COUNTS), torch.tensor(FIRST)
-        self.slots = torch.randint(1, POOL, (N, E), generator=draw)
-        self.slots[torch.arange(E) >= self.counts[:, None]] = 0
+        self.counts, self.first = torch.tensor(counts), torch.tensor(FIRST)
+        self.columns = columns_for(max(counts))
+        self.slots = torch.randint(1, POOL, (N, self.columns), generator=draw)
+        self.slots[torch.arange(self.columns) >= self.counts[:, None]] = 0
         self.inverse = rotation_of(N, 8)
 
     def run(
-        self, form: TorchAttention | TritonAttention, device: torch.device, part: slice = slice(0, N), width: int = E
+        self,
+        form: TorchAttention | TritonAttention,
+        device: torch.device,
+        part: slice = slice(0, N),
+        columns: int | None = None,
     ) -> Tensor:
+        """columns: of the slots that are shown; None for all."""
+        width = self.columns if columns is None else columns
+
         def moved(x: Tensor) -> Tensor:
             return x.contiguous().to(device)
 
@@ -60,17 +78,36 @@ class Case:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "width"), [(8, 64), (5, 72), (70, 32)])
-@pytest.mark.parametrize("columns", [E, 0])
-def test_it_is_the_torch_form(device: torch.device, dtype: torch.dtype, heads: int, width: int, columns: int) -> None:
+@pytest.mark.parametrize("columns", [None, 0])
+def test_it_is_the_torch_form(
+    device: torch.device, dtype: torch.dtype, heads: int, width: int, columns: int | None
+) -> None:
     """Window from ring and chunk, entries, sink, inverse rotation; widths that fill no tile; more than one head block.
 
     The torch form is held against double precision by its own test.
     """
     case = Case(heads, width, dtype)
-    got = case.run(TritonAttention(), device, width=columns)
+    got = case.run(TritonAttention(), device, columns=columns)
     seen = slice(0, N - 1)  # the torch form knows no token that sees nothing
-    expected = case.run(TorchAttention(), torch.device("cpu"), seen, width=columns)
+    expected = case.run(TorchAttention(), torch.device("cpu"), seen, columns=columns)
     assert close(got[seen], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "width"), [(8, 64), (20, 24)])
+def test_long_contexts_are_added_from_their_parts(
+    device: torch.device, dtype: torch.dtype, heads: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room that holds anything before; and the same bits where it only suffices for some tokens at a time."""
+    case, seen = Case(heads, width, dtype, LONG), slice(0, N - 1)
+    with poisoned_memory():
+        got = case.run(TritonAttention(), device)
+        assert close(got[seen], case.run(TorchAttention(), torch.device("cpu"), seen))
+        monkeypatch.setattr(attention, "PART_BYTES", 0)
+        for name in ("queries", "chunk", "sources", "slots", "counts", "first"):
+            setattr(case, name, getattr(case, name).repeat(3, *[1] * (getattr(case, name).dim() - 1)))
+        case.inverse = Rotation(case.inverse.cos.repeat(3, 1, 1), case.inverse.sin.repeat(3, 1, 1))
+        assert torch.equal(case.run(TritonAttention(), device, slice(0, 3 * N)), got.repeat(3, 1, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,26 +117,31 @@ def test_a_token_that_sees_nothing_gets_zeros(device: torch.device, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_bits_do_not_depend_on_its_neighbours(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("counts", [COUNTS, LONG])
+def test_a_tokens_bits_do_not_depend_on_its_neighbours(
+    device: torch.device, dtype: torch.dtype, counts: list[int]
+) -> None:
     """Neither on their number nor on how many entries they see."""
-    case = Case(8, 64, dtype)
+    case = Case(8, 64, dtype, counts)
     whole = case.run(TritonAttention(), device)
-    for t, count in enumerate(COUNTS):
-        alone = case.run(TritonAttention(), device, slice(t, t + 1), width=-(-count // 64) * 64)
+    for t, count in enumerate(counts):
+        alone = case.run(TritonAttention(), device, slice(t, t + 1), columns=columns_for(count))
         assert torch.equal(alone, whole[t : t + 1]), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hidden_keys_are_not_read(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("counts", [COUNTS, LONG])
+def test_hidden_keys_are_not_read(device: torch.device, dtype: torch.dtype, counts: list[int]) -> None:
     """0 * NaN is NaN: what no token sees may hold anything."""
-    case = Case(8, 64, dtype)
+    case = Case(8, 64, dtype, counts)
+    case.slots[case.slots >= POOL - 20] = 1
     expected = case.run(TritonAttention(), device)
     shown = torch.arange(W) >= case.first[:, None]
     ring, chunk = torch.ones(RING, dtype=torch.bool), torch.ones(N, dtype=torch.bool)
     ring[case.sources[shown & (case.sources >= 0)]] = False
     chunk[-1 - case.sources[shown & (case.sources < 0)]] = False
     pages = torch.ones(POOL, dtype=torch.bool)
-    pages[case.slots[torch.arange(E) < case.counts[:, None]]] = False
+    pages[case.slots[torch.arange(case.columns) < case.counts[:, None]]] = False
     assert ring.any()
     assert pages.any()
     case.ring[ring], case.chunk[chunk], case.entries[pages] = torch.nan, torch.nan, torch.nan
@@ -123,11 +165,11 @@ def test_all_that_a_token_sees_is_read_by_row(device: torch.device) -> None:
     case = Case(8, 64, torch.float32)
     case.counts[-2] = 100
     rows = torch.tensor([0, 0, 1, 1, 0, 1, 1])
-    visible = Visible(torch.randint(1, POOL, (2, E)), rows, case.counts, E)
+    visible = Visible(torch.randint(1, POOL, (2, case.columns)), rows, case.counts, case.columns)
     case.slots = visible.expand()[0]
     expected = case.run(TritonAttention(), device)
 
-    moved = Visible(visible.slots.to(device), rows.to(device), case.counts.to(device), E)
+    moved = Visible(visible.slots.to(device), rows.to(device), case.counts.to(device), case.columns)
     entries = TritonAttention().see(case.entries.to(device), moved)
     assert entries.slots.data_ptr() == moved.slots.data_ptr()
     window = WindowKeys(*(x.to(device) for x in (case.ring, case.chunk, case.sources, case.first)), False)
