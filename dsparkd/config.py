@@ -8,6 +8,7 @@ Reference with every default, unit and meaning: conf/dsparkd.toml.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Literal
@@ -172,6 +173,21 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
         most = self.gamma
         if self.max_verify is not None and most is not None:
             self._require(self.max_verify <= most, "max_verify", f"use 0..dspark.gamma ({most})")
+
+
+class DecodeGraphConfig(Section, frozen=True, kw_only=True):
+    """[decode_graph] decode steps that are captured at start and replayed."""
+
+    enabled: bool | None = None  # resolve(): on cuda, where the ranks do not share a device
+    tiers: tuple[int, ...] | None = None  # tokens; left out: up to what max_rows windows hold
+
+    def __post_init__(self) -> None:
+        tiers = self.tiers
+        if tiers is None:
+            return
+        rises = all(one < other for one, other in itertools.pairwise(tiers))
+        fits = all(0 < tier <= 65536 and tier % 16 == 0 for tier in tiers)
+        self._require(bool(tiers) and rises and fits, "tiers", "use rising multiples of 16 up to 65536")
 
 
 class HealthConfig(Section, frozen=True, kw_only=True):
@@ -340,6 +356,7 @@ class Config(Section, frozen=True, kw_only=True):
     text: TextConfig = TextConfig()
     grammar: GrammarConfig = GrammarConfig()
     dspark: SpeculationConfig = SpeculationConfig()
+    decode_graph: DecodeGraphConfig = DecodeGraphConfig()
 
 
 TABLE_NAMES: dict[type, str] = {
@@ -361,6 +378,7 @@ TABLE_NAMES: dict[type, str] = {
     GrammarCacheConfig: "grammar.cache",
     GrammarStoreConfig: "grammar.store",
     SpeculationConfig: "dspark",
+    DecodeGraphConfig: "decode_graph",
 }
 
 
@@ -441,7 +459,17 @@ def resolve(config: Config, hardware: Hardware) -> Config:
         )
     scheduler = msgspec.structs.replace(config.scheduler, chunk_tokens=chunk_tokens)
     grammar = _share_cpus(config.grammar, hardware.num_cpus)
-    return msgspec.structs.replace(config, scheduler=scheduler, grammar=grammar)
+    decode_graph = _choose_graphs(config.decode_graph, config.engine)
+    return msgspec.structs.replace(config, scheduler=scheduler, grammar=grammar, decode_graph=decode_graph)
+
+
+def _choose_graphs(config: DecodeGraphConfig, engine: EngineConfig) -> DecodeGraphConfig:
+    """Switch graphs on where they can be captured, unless the file says. Raises ConfigError where they cannot be."""
+    can_capture = engine.device == "cuda" and not engine.shared_device
+    if config.enabled and not can_capture:
+        reason = "a CUDA graph holds no exchange through host memory" if engine.shared_device else "needs CUDA devices"
+        raise ConfigError("decode_graph.enabled", True, f"{reason}; leave it out, or set false")
+    return msgspec.structs.replace(config, enabled=can_capture if config.enabled is None else config.enabled)
 
 
 def _share_cpus(grammar: GrammarConfig, num_cpus: int) -> GrammarConfig:

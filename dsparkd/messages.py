@@ -131,7 +131,7 @@ class PathState(Message, frozen=True):
 
 
 class RankReady(Message, frozen=True, tag=True, kw_only=True):
-    """A rank is warm. Bytes are what its pools really hold."""
+    """A rank is warm. Bytes are what its pools really hold, and its graphs. graph_tiers: in tokens."""
 
     dp_rank: int
     device: str
@@ -141,6 +141,8 @@ class RankReady(Message, frozen=True, tag=True, kw_only=True):
     num_snapshots: int
     longest_tick_s: float
     gc_frozen_objects: int
+    graph_bytes: dict[str, int] = {}
+    graph_tiers: tuple[int, ...] = ()
     paths: tuple[PathState, ...]
 
 

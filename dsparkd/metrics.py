@@ -32,7 +32,8 @@ class Family:
     """One metric family. `values`: the closed set of each label except those of `open_labels`.
 
     buckets: upper edges of a histogram without the last, infinite one.
-    open_labels: values that are constants of this build or the declared routes, never a client's words.
+    open_labels: values that are constants of this build, of the configuration or the declared routes, never a client's
+    words.
     """
 
     name: str
@@ -87,6 +88,7 @@ PATH_ACTIVE = _family(
         "gloo_exchange",
         "prefix_cache",
         "mixed_step",
+        "decode_graph",
         "random_weights",
         "grammar_traversal",
         "grammar_store",
@@ -214,6 +216,13 @@ UNPARK_SECONDS = _family(
     buckets=_WAKE_BUCKETS,
 )
 GC_FROZEN_OBJECTS = _family("gc_frozen_objects", "gauge", "Objects in the collector's permanent generation.")
+GRAPH_BYTES = _family(
+    "graph_bytes",
+    "gauge",
+    "Device memory of captured graphs and of what they write.",
+    kind=("decode", "draft"),
+)
+GRAPH_SHAPES = _family("graph_shapes", "gauge", "Captured tiers.", kind=("decode", "draft"))
 KV_PAGES = _family(
     "kv_pages",
     "gauge",
@@ -369,6 +378,13 @@ VERIFY_STEPS = _family(
     "Steps that verified drafts: all of them up to dspark.max_verify, or as many as paid.",
     layout=("all", "compact"),
 )
+DECODE_STEPS = _family(
+    "decode_steps_total",
+    "counter",
+    "Decode steps of the target by what ran them: a graph of so many tokens (tier), or eager launches (none).",
+    path=("graph", "eager"),
+    open_labels=("tier",),
+)
 GRAMMAR_TRUNCATED = _family(
     "grammar_truncated_tokens_total",
     "counter",
@@ -415,6 +431,8 @@ FAMILIES: tuple[Family, ...] = (
     PARKS,
     UNPARK_SECONDS,
     GC_FROZEN_OBJECTS,
+    GRAPH_BYTES,
+    GRAPH_SHAPES,
     KV_PAGES,
     EXCHANGE_SECONDS,
     EXCHANGE_MAX_SECONDS,
@@ -440,6 +458,7 @@ FAMILIES: tuple[Family, ...] = (
     DRAFT_TOKENS,
     ACCEPTED_PER_STEP,
     VERIFY_STEPS,
+    DECODE_STEPS,
     GRAMMAR_TRUNCATED,
     CHILD_EXITS,
 )

@@ -24,6 +24,7 @@ from dsparkd import log as log_module
 from dsparkd import metrics, system
 from dsparkd.config import (
     Config,
+    DecodeGraphConfig,
     EngineConfig,
     ExchangeConfig,
     GrammarConfig,
@@ -45,8 +46,10 @@ from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.costs import CostTable, load_cost_table
 from dsparkd.executor.device import TorchDriver, require_device
 from dsparkd.executor.executor import Executor, rank_device
+from dsparkd.executor.graphs import Graphs
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, SlotStart, Speculation, StepKind
+from dsparkd.executor.shapes import ShapeLimits, choose_tiers
 from dsparkd.grammar.compiler import Compiler
 from dsparkd.grammar.matcher import keep_lock_in_short_calls
 from dsparkd.grammar.service import GrammarService
@@ -203,6 +206,7 @@ class Rank:
         longest_tick_s = warm_up(executor, plans, WARM_UP_PASSES[config.engine.device], time.monotonic_ns)
         require_fresh_snapshots(config.health, longest_tick_s)
         require_patient_senders(config.routing, longest_tick_s)
+        self._capture(executor, model_config.gamma)
         num_frozen = freeze_garbage() if config.gc.freeze else 0
         self._tally.set(metrics.GC_FROZEN_OBJECTS, str(dp_rank), to=num_frozen)
         for path in self._paths:
@@ -212,6 +216,21 @@ class Rank:
             self._grammars.wait_for_probe(timeouts.startup_timeout_s)
         groups.barrier(timeouts.startup_timeout_s)
         self._announce(executor, longest_tick_s, num_frozen)
+
+    def _capture(self, executor: Executor, gamma: int) -> None:
+        """Capture decode steps where that is on, and note what they take. Raises CapabilityError."""
+        config, name = self._config, str(self._wiring.dp_rank)
+        if config.decode_graph.enabled:
+            width, max_rows = 1 + self._max_drafts, config.scheduler.max_rows
+            tiers = config.decode_graph.tiers or choose_tiers(max_rows * max(width, gamma if width > 1 else 1))
+            num_pages = -(-(config.engine.max_context_tokens + gamma + 1) // config.kv.page_tokens)
+            limits = ShapeLimits(max_rows, num_pages, width)
+            executor.capture(tiers, limits, lambda done, total: self._progress("graphs", done, total))
+        graphs = executor.graphs
+        for kind in metrics.GRAPH_BYTES.values["kind"]:
+            self._tally.set(metrics.GRAPH_BYTES, name, kind, to=graphs.num_bytes[kind] if graphs else 0)
+            self._tally.set(metrics.GRAPH_SHAPES, name, kind, to=graphs.num_shapes[kind] if graphs else 0)
+        self._paths = (*self._paths, graph_path(config.decode_graph, config.engine, graphs))
 
     def _announce(self, executor: Executor, longest_tick_s: float, num_frozen: int) -> None:
         ready = RankReady(
@@ -223,6 +242,8 @@ class Rank:
             num_snapshots=executor.sizes.num_snapshots,
             longest_tick_s=longest_tick_s,
             gc_frozen_objects=num_frozen,
+            graph_bytes=executor.graphs.num_bytes if executor.graphs else {},
+            graph_tiers=executor.graphs.tiers if executor.graphs else (),
             paths=self._paths,
         )
         # Logged first: the parent says `listening` as soon as it has the message, and the log should read in order.
@@ -235,6 +256,8 @@ class Rank:
             num_snapshots=ready.num_snapshots,
             longest_tick_s=round(longest_tick_s, 6),
             gc_frozen_objects=num_frozen,
+            graph_bytes=ready.graph_bytes,
+            graph_tiers=ready.graph_tiers,
             paths={path.path: path.state for path in self._paths},
         )
         self._parent.send_nowait(ready)
@@ -307,6 +330,7 @@ class Rank:
             max_prefill_streak=config.scheduler.max_prefill_streak,
             heartbeat_s=config.health.heartbeat_s,
             farewell_s=config.routing.send_timeout_s,
+            decode_graphs=bool(config.decode_graph.enabled),
         )
         board = BoardWriter(open_board(self._wiring.board), dp_rank)
         os.close(self._wiring.board)  # the mapping stays
@@ -437,6 +461,18 @@ def weights_path(config: EngineConfig) -> PathState:
     if config.weights == "random":
         return PathState("random_weights", "active", 'engine.weights = "random": answers mean nothing')
     return PathState("random_weights", "off", 'engine.weights = "checkpoint"')
+
+
+def graph_path(config: DecodeGraphConfig, engine: EngineConfig, graphs: Graphs | None) -> PathState:
+    """Whether decode steps are replayed, for /server_info and the log."""
+    if graphs is not None:
+        count = sum(graphs.num_shapes.values())
+        why = f"{count} tiers, up to {graphs.tiers[-1]} tokens, {sum(graphs.num_bytes.values())} bytes"
+        return PathState("decode_graph", "active", why)
+    if engine.device == "cpu" or engine.shared_device:
+        why = 'engine.device = "cpu"' if engine.device == "cpu" else "engine.shared_device = true"
+        return PathState("decode_graph", "off", why)
+    return PathState("decode_graph", "off", "decode_graph.enabled = false")
 
 
 def grammar_paths(config: GrammarConfig) -> tuple[PathState, PathState]:

@@ -61,6 +61,8 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "dspark.verify": (["all", "compact"], ["", "none", 1]),
     "dspark.acceptance": (["coupled", "rejection"], ["", "greedy", 1]),
     "dspark.cost_table": (["", "/etc/steps.json"], [1, False]),
+    "decode_graph.enabled": ([False], [True, 1, "true"]),  # true on cuda alone: see below
+    "decode_graph.tiers": ([(16,), (16, 48, 65536)], [[], [0], [8], [32, 16], [16, 16], [65552], 16, [True]]),
     "health.max_age_s": ([3.001, 1e6], [3.0, 0, True]),
     "health.max_skew_s": ([0.001, 60], [0, -1, True]),
     "health.heartbeat_s": ([0.1, 9.9], [0.09, 10.01, 10.0, True]),  # 10 collides with max_age_s = 30
@@ -263,6 +265,26 @@ def test_ranks_that_share_a_device_need_one_and_a_budget_in_bytes(tmp_path: Path
         resolve(decode({"engine": {"device": "cpu", "shared_device": True}}, tmp_path), NO_GPU)
 
 
+def test_graphs_are_on_where_they_can_be_captured(tmp_path: Path) -> None:
+    """P-22, C-01: left out is a choice by device; true where nothing can be captured is a start failure with a reason."""
+    one_gpu = Hardware(num_cuda_devices=1)
+    cuda: Tables = {"engine": {"device": "cuda"}}
+    cpu: Tables = {"engine": {"device": "cpu"}}
+    shared: Tables = {"engine": {"device": "cuda", "shared_device": True}}
+    wanted: Tables = {"decode_graph": {"enabled": True}}
+    unwanted: Tables = {"decode_graph": {"enabled": False}}
+
+    assert resolve(decode(cuda, tmp_path), TWO_GPUS).decode_graph.enabled is True
+    assert resolve(decode({**cuda, **wanted}, tmp_path), TWO_GPUS).decode_graph.enabled is True
+    assert resolve(decode({**cuda, **unwanted}, tmp_path), TWO_GPUS).decode_graph.enabled is False
+    assert resolve(decode(cpu, tmp_path), NO_GPU).decode_graph.enabled is False
+    assert resolve(decode(shared, tmp_path), one_gpu).decode_graph.enabled is False
+    with pytest.raises(ConfigError, match=r"decode_graph\.enabled.*needs CUDA devices"):
+        resolve(decode({**cpu, **wanted}, tmp_path), NO_GPU)
+    with pytest.raises(ConfigError, match=r"decode_graph\.enabled.*through host memory"):
+        resolve(decode({**shared, **wanted}, tmp_path), one_gpu)
+
+
 def test_exactly_one_cache_budget_is_set(tmp_path: Path) -> None:
     """decisions 11: bytes or a fraction of the device, never both, never neither; on the cpu only bytes."""
     for tables, found in (
@@ -321,7 +343,7 @@ def test_the_reference_names_every_key_with_its_default() -> None:
     for line in text.splitlines():
         if match := re.fullmatch(r"\[([\w.]+)\]", line):
             table = match[1]
-        elif match := re.fullmatch(r"# (\w+) = [\w.]+", line):
+        elif match := re.fullmatch(r"# (\w+) = [\w., \[\]]+", line):
             commented.add(f"{table}.{match[1]}")
     # Required, or one of a pair that has no default: the file shows a value for them.
     shown = {"engine.checkpoint", "kv.device_fraction"}

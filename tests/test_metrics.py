@@ -16,6 +16,7 @@ PLAIN_NAMES = {
     "dsparkd_accepted_per_step",
     "dsparkd_exchange_sequence",
     "dsparkd_grammar_in_flight",
+    "dsparkd_graph_shapes",
     "dsparkd_path_active",
     "dsparkd_ready",
 }

@@ -23,7 +23,7 @@ from dsparkd.errors import InvariantError
 from dsparkd.executor.draft import anchor_positions, drawn_temperatures, sampling_params
 from dsparkd.executor.plan import Plan, PlanRow
 from dsparkd.executor.staging import Tokens, check, lay_out, ranges
-from dsparkd.kernels.tiles import KEY_TILE
+from dsparkd.kernels.tiles import KEY_TILE, ROW_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.dspark import DraftInputs, DraftSampling
@@ -101,6 +101,16 @@ class _Ratio:
     ring: int
     page_entries: int
     capacity: int
+
+
+def choose_tiers(most: int) -> tuple[int, ...]:
+    """Tiers up to `most` tokens: powers of two and steps of three quarters, in whole row tiles."""
+    tiers, power = set(), ROW_TILE
+    while power < 2 * most:
+        tiers |= {power, -(-3 * power // 4 // ROW_TILE) * ROW_TILE}
+        power *= 2
+    last = -(-most // ROW_TILE) * ROW_TILE
+    return (*(tier for tier in sorted(tiers) if tier < last), last)
 
 
 class VerifyShape:
@@ -193,9 +203,8 @@ class VerifyShape:
     def _check(self, plan: Plan) -> None:
         check(plan, self._pool.geometry)
         if len(plan.rows) > self._max_rows or plan.num_tokens > self.num_tokens:
-            raise InvariantError(
-                f"{len(plan.rows)} rows of {plan.num_tokens} tokens in a graph for {self._max_rows} of {self.num_tokens}"
-            )
+            room = f"{self._max_rows} of {self.num_tokens}"
+            raise InvariantError(f"{len(plan.rows)} rows of {plan.num_tokens} tokens in a graph for {room}")
         for row in plan.rows:
             if row.num_logits != len(row.input_ids):
                 raise InvariantError(f"request {row.request_id}: {row.num_logits} logit rows in a graph's decode step")

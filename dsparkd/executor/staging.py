@@ -51,7 +51,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Host-side facts of a step, numpy int64: per row [B] and per padded token [T]; padding is at position 0 of the null slot."""
+    """Host-side facts of a step: per row [B] and per padded token [T]; padding is at position 0 of the null slot."""
 
     slots: Ints
     starts: Ints

@@ -82,6 +82,8 @@ class Ops:
                 "num_snapshots": ready.num_snapshots,
                 "longest_tick_s": ready.longest_tick_s,
                 "gc_frozen_objects": ready.gc_frozen_objects,
+                "graph_bytes": ready.graph_bytes,
+                "graph_tiers": ready.graph_tiers,
                 "paths": [{"path": path.path, "state": path.state, "why": path.why} for path in ready.paths],
             }
             for ready in self._router.rank_ready()

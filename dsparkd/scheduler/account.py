@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsparkd import log as log_module
 from dsparkd import metrics
 from dsparkd.errors import RequestError
-from dsparkd.executor.plan import Plan, RowFailure, StepOutput
+from dsparkd.executor.plan import Plan, RowFailure, StepKind, StepOutput
 from dsparkd.messages import MetricsFrame
 from dsparkd.native.exchange import Timing
 from dsparkd.scheduler.agreement import Agreement, Channel
@@ -255,6 +255,12 @@ class Account:
             self._tally.observe(metrics.MASK_SECONDS, self._rank, phase, value=seconds)
         if output.num_dropped_times:
             self._tally.inc(metrics.MASK_SAMPLES_DROPPED, self._rank, by=output.num_dropped_times)
+
+    def decoded(self, plan: Plan, output: StepOutput) -> None:
+        """Count what ran a decode step, on a rank without rows, too."""
+        if plan.kind is StepKind.DECODE:
+            tier = "none" if output.tier is None else str(output.tier)
+            self._tally.inc(metrics.DECODE_STEPS, self._rank, "eager" if output.tier is None else "graph", tier)
 
     # Drafts
 

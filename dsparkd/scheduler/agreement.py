@@ -45,7 +45,7 @@ class PlanExtra(NamedTuple):
     """The extra words of the plan channel."""
 
     longest_prefix: int = 0
-    draft_graph_ok: int = 0
+    draft_graph_ok: int = 0  # 1 wherever graphs are on, whatever the rank proposes
     tick: int = 0
     num_decode_rows: int = 0  # rows that take part whichever kind is agreed
     spare_4: int = 0
@@ -100,7 +100,8 @@ def vote(
         return PlanVote(
             num_tokens=num_chunk_tokens + num_decode_rows,
             num_logit_rows=num_chunk_logit_rows + num_decode_rows,
-            decode_graph_ok=0,
+            # Where a decode tick is agreed in spite of them, the chunks sit it out.
+            decode_graph_ok=int(decode_graphs),
             has_extend=1,
             tbo_ok=0,
             step_kind=StepKind.MIXED if num_decode_rows else StepKind.PREFILL,

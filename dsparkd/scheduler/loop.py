@@ -95,6 +95,7 @@ class Bounds:
     max_prefill_streak: int
     heartbeat_s: float
     farewell_s: float
+    decode_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ class Loop:
             num_chunk_tokens=proposal.num_chunk_tokens,
             num_chunk_logit_rows=proposal.num_chunk_logit_rows,
             num_decode_rows=len(proposal.decode_rows),
+            decode_graphs=self._bounds.decode_graphs,
         )
         payload = Payload(own, self._extra(own, proposal), self._intent())
         self._account.lap("plan")
@@ -230,7 +232,9 @@ class Loop:
         sequence, timing = exchange.sequence(Channel.PLAN), exchange.timing()
         plan = None
         if agreement.kind is not StepKind.IDLE and not agreement.stop:
-            plan = self._parts.planner.settle(proposal, agreement.kind, self._speculate(agreement, proposal))
+            speculation = self._speculate(agreement, proposal)
+            replays = agreement.kind is StepKind.DECODE and agreement.decode_graph and agreement.draft_graph
+            plan = self._parts.planner.settle(proposal, agreement.kind, speculation, replays=replays)
         self._record(agreement, rank0, rank1, plan)
         spent_ns = self._account.lap("agree")
         if plan is not None:
@@ -392,7 +396,7 @@ class Loop:
     def _extra(self, own: PlanVote, proposal: Proposal) -> PlanExtra:
         return PlanExtra(
             longest_prefix=max((row.start for row in proposal.chunk_rows), default=0),
-            draft_graph_ok=int(own.step_kind == StepKind.IDLE),
+            draft_graph_ok=int(self._bounds.decode_graphs or own.step_kind == StepKind.IDLE),
             tick=self._tick,
             num_decode_rows=len(proposal.decode_rows),
         )
@@ -430,6 +434,7 @@ class Loop:
         self._account.lap("launch")
         self._account.masked(plan, output)
         self._account.drafted(plan, output)
+        self._account.decoded(plan, output)
         self._apply(self._parts.committer.commit(plan, output))
 
     def _apply(self, committed: Committed) -> None:

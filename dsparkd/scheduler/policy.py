@@ -69,10 +69,12 @@ class Planner:
         decode_rows = tuple(_decode_row(request) for request in self._growing_rows())
         return Proposal(decode_rows, self._chunk_rows())
 
-    def settle(self, proposal: Proposal, kind: StepKind, speculation: Speculation | None = None) -> Plan:
+    def settle(
+        self, proposal: Proposal, kind: StepKind, speculation: Speculation | None = None, *, replays: bool = False
+    ) -> Plan:
         """Keep what the agreed kind lets run, and add the moves of ring state around the step.
 
-        speculation: of a decode step that drafts; chunks run without.
+        speculation: of a decode step that drafts; chunks run without. replays: as Plan has it.
         """
         runs_chunks = kind in (StepKind.PREFILL, StepKind.MIXED)
         rows = proposal.decode_rows + (proposal.chunk_rows if runs_chunks else ())
@@ -88,7 +90,7 @@ class Planner:
                 continue
             if (snapshot := self._memory.tree.allocate_snapshot()) is not None:
                 saves.append(SnapshotSave(slot=row.slot, snapshot=snapshot, position=position))
-        return Plan(kind, rows, starts, tuple(saves), speculation)
+        return Plan(kind, rows, starts, tuple(saves), speculation, replays)
 
     def _request(self, row: PlanRow) -> Request:
         request = self._queue.find(row.request_id)

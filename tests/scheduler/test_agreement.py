@@ -103,9 +103,10 @@ def test_the_fields_are_those_of_the_table(chunk: int, rows: int, expected: tupl
     assert tuple(payload(chunk, rows).vote) == expected
 
 
-def test_decode_graphs_are_voted_for_where_they_are_on() -> None:
-    """X-10: field 2 of a decode step."""
-    own = vote(num_chunk_tokens=0, num_chunk_logit_rows=0, num_decode_rows=3, decode_graphs=True)
+@pytest.mark.parametrize("chunk", [0, 300])
+def test_decode_graphs_are_voted_for_where_they_are_on(chunk: int) -> None:
+    """X-10: field 2, also of a rank that proposes chunks, for a decode step may be agreed in spite of them (X-14)."""
+    own = vote(num_chunk_tokens=chunk, num_chunk_logit_rows=0, num_decode_rows=3, decode_graphs=True)
     assert own.decode_graph_ok == 1
 
 
