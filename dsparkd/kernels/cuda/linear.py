@@ -1,9 +1,11 @@
 """Product of rows with a weight, dense or packed: Triton form, for cuda.
 
-Each element is one sum over the inputs, in one order whatever the number of rows; so a row's bits depend on that row
-alone, which the library's products on cuda do not promise.
+Each element is a sum over the inputs, in one order whatever the number of rows; so a row's bits depend on that row
+alone, which the library's products on cuda do not promise. A weight of few outputs is summed in splits of its inputs,
+and these are added in their order: by one program where rows make enough of them, else by the last of the programs that
+had a split each. How many splits there are follows from the weight alone.
 
-Letters: M rows, I inputs, O outputs.
+Letters: M rows, I inputs, O outputs, S splits.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import FORMAT_CODES, Tiles, codes_of, scales_of, weight_tile
 from dsparkd.kernels.weight import Format, Weight
 
+SPLIT_OUTPUTS = 64  # outputs of one program, as the number of splits is reckoned
+SPLIT_INPUTS = 512  # the least inputs of a split
+SPLIT_PROGRAMS = 256  # more programs than these are not made by splits of the inputs of one row tile
+SPREAD_PROGRAMS = 128  # with fewer programs, each split gets one of its own
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 
@@ -29,6 +35,7 @@ class TritonLinear:
 
     groups: G products side by side: x is [M, G * I], and the g-th O / G outputs read the g-th I of its columns.
     choose: tiles by number of rows, format and dtype; they must not change a row's bits.
+    One call at a time: the counters of arrived splits are kept, and zero between calls.
     """
 
     def __init__(
@@ -43,6 +50,8 @@ class TritonLinear:
         self._groups = groups
         self._wide = wide
         self._choose = choose or choose_tiles
+        self._splits = splits_of(*weight.shape)
+        self._arrivals = torch.zeros(SPREAD_PROGRAMS, dtype=torch.int32, device=weight.values.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See LinearKernel."""
@@ -54,9 +63,11 @@ class TritonLinear:
         dtype = values.dtype if self._weight.format is Format.DENSE else torch.bfloat16
         x = torch.zeros((1, self._groups * self._weight.shape[1]), dtype=dtype, device=values.device)
         for tiles in tiles_of(self._weight.format, dtype):
-            self._product(x, tiles)
+            for spread in {False, self._is_spread(1, tiles)}:
+                self._product(x, tiles, spread)
 
-    def _product(self, x: Tensor, tiles: Tiles) -> Tensor:
+    def _product(self, x: Tensor, tiles: Tiles, spread: bool | None = None) -> Tensor:
+        """spread: a program for each split; None for where there are few programs."""
         weight = self._weight
         M, (O, I) = x.shape[0], weight.shape  # noqa: E741
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
@@ -64,14 +75,24 @@ class TritonLinear:
             return out
         if self._groups > 1:  # a tile's outputs read the same columns
             tiles = replace(tiles, outputs=math.gcd(tiles.outputs, O // self._groups))
-        _linear_kernel[(triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs),)](
+        if spread is None:
+            spread = self._is_spread(M, tiles)
+        programs = triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs)
+        parts = out  # not touched where a program has all splits
+        if spread:
+            parts = torch.empty((self._splits, M, O), dtype=torch.float32, device=x.device)
+        _linear_kernel[(programs, self._splits if spread else 1)](
             x,
             codes_of(weight),
             scales_of(weight),
             out,
+            parts,
+            self._arrivals,
             M,
             O,
             INPUTS=I,
+            SPLITS=self._splits,
+            SPREAD=spread,
             GROUPS=self._groups,
             FORMAT=FORMAT_CODES[weight.format],
             OPERAND=operand(x),
@@ -85,6 +106,21 @@ class TritonLinear:
             num_stages=tiles.stages,
         )
         return out
+
+    def _is_spread(self, num_rows: int, tiles: Tiles) -> bool:
+        """Whether so few programs would be made that each split gets one; where one row is not spread, none are."""
+        outputs = self._weight.shape[0]
+        programs = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs)
+        return self._splits > 1 and programs < SPREAD_PROGRAMS
+
+
+def splits_of(outputs: int, inputs: int) -> int:
+    """Into how many splits the inputs of a weight are cut: a power of two, of equal ones."""
+    blocks, splits = triton.cdiv(outputs, SPLIT_OUTPUTS), 1
+    if blocks < SPREAD_PROGRAMS:
+        while 2 * splits * blocks <= SPLIT_PROGRAMS and inputs % (2 * splits * SPLIT_INPUTS) == 0:
+            splits *= 2
+    return splits
 
 
 def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
@@ -111,9 +147,13 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     values,
     scales,
     out,
+    parts,
+    arrivals,
     num_rows,
     outputs,
     INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPREAD: tl.constexpr,
     GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -136,14 +176,55 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     row = (rest // size) * BLOCK_M + tl.arange(0, BLOCK_M)
     column_ok = column < outputs
     row_ok = row < num_rows
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     rows = row.to(tl.int64)
     inputs = x + rows[:, None] * (GROUPS * INPUTS) + block * BLOCK_N // (outputs // GROUPS) * INPUTS
-    for k in range(0, INPUTS, BLOCK_K):
+    places = rows[:, None] * outputs + column[None, :]
+    mask = row_ok[:, None] & column_ok[None, :]
+    LENGTH: tl.constexpr = INPUTS // SPLITS
+    if SPREAD:
+        split = tl.program_id(1)
+        total = _sum_inputs(
+            inputs, values, scales, column, column_ok, row_ok, split * LENGTH,
+            LENGTH, INPUTS, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        size = num_rows.to(tl.int64) * outputs
+        tl.store(parts + split * size + places, tl.trans(total), mask=mask)
+        # Every thread's stores come before the arrival, and the last arrival before any load of the others' splits.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + program, 1, sem="acq_rel") == SPLITS - 1:
+            whole = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for one in range(SPLITS):
+                whole += tl.load(parts + one * size + places, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out + places, whole.to(out.dtype.element_ty), mask=mask)
+            tl.store(arrivals + program, 0)
+    elif SPLITS == 1:
+        total = _sum_inputs(
+            inputs, values, scales, column, column_ok, row_ok, 0,
+            LENGTH, INPUTS, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
+    else:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for split in range(SPLITS):
+            total += _sum_inputs(
+                inputs, values, scales, column, column_ok, row_ok, split * LENGTH,
+                LENGTH, INPUTS, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_inputs(  # type: ignore[no-untyped-def]
+    inputs, values, scales, column, column_ok, row_ok, first,
+    LENGTH: tl.constexpr, INPUTS: tl.constexpr, FORMAT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sum over LENGTH inputs from `first` on: [BLOCK_N, BLOCK_M] float32, as one chain."""
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(first, first + LENGTH, BLOCK_K):
         index = k + tl.arange(0, BLOCK_K)
         mask = row_ok[:, None] if EVEN else row_ok[:, None] & (index[None, :] < INPUTS)
         part = tl.trans(tl.load(inputs + index[None, :], mask=mask, other=0.0)).to(OPERAND)
         weight = weight_tile(values, scales, column.to(tl.int64), column_ok, k, INPUTS, FORMAT, OPERAND, BLOCK_K, EVEN)
         total = tl.dot(weight, part, total, input_precision=PRECISION)
-    places = out + rows[:, None] * outputs + column[None, :]
-    tl.store(places, tl.trans(total).to(out.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
+    return total

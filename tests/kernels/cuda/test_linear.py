@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles, tiles_of
-from dsparkd.kernels.weight import Format, decode, dense, stacked
+from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles, splits_of, tiles_of
+from dsparkd.kernels.weight import Format, Weight, decode, dense, stacked
+from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
 
 
@@ -61,6 +62,40 @@ def test_every_tile_shape_that_rows_ask_for_is_compiled_at_start(device: torch.d
     assert asked == set(tiles_of(form, torch.bfloat16))
     assert choose_tiles(10**6, form, torch.float32) in tiles_of(form, torch.float32)
     TritonLinear(random_weight(form, 64, 2 * 128, 1, device), groups=2).compile()
+
+
+@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 70), (2048, 8)])
+def test_splits_are_added_in_their_order_whoever_sums_them(
+    device: torch.device, form: Format, inputs: int, outputs: int
+) -> None:
+    """Few programs: one for each split, and the last adds, time and again. Many: each has all splits."""
+    weight, x = random_weight(form, outputs, inputs, 3, device), noise(device, 21, inputs)
+    splits = splits_of(outputs, inputs)
+    assert splits == inputs // 512
+    kernel, tiles = TritonLinear(weight, wide=True), choose_tiles(21, form, torch.bfloat16)
+    alone = kernel._product(x, tiles, spread=False)
+    with poisoned_memory():
+        for _ in range(2):
+            assert torch.equal(kernel(x), alone)
+    part = inputs // splits
+    ordered = torch.zeros((21, outputs), device=device)
+    for split in range(splits):
+        own = Weight(form, *(None if t is None else cut(t, split, splits) for t in (weight.values, weight.scales)))
+        ordered += TritonLinear(own, wide=True)(x[:, split * part : (split + 1) * part].contiguous())
+    assert torch.equal(ordered, alone)
+    assert not kernel._arrivals.any()
+
+
+def cut(columns: torch.Tensor, split: int, splits: int) -> torch.Tensor:
+    """One of equally many columns."""
+    return columns.chunk(splits, 1)[split].contiguous()
+
+
+def test_how_a_weight_is_split_follows_from_its_shape() -> None:
+    """The geometry's weights of few outputs make some hundred programs a row tile; wide and odd ones stay whole."""
+    assert [splits_of(outputs, 4096) for outputs in (64, 256, 1024, 1536, 2560, 4096)] == [8, 8, 8, 8, 4, 4]
+    assert [splits_of(8192, 4096), splits_of(32768, 1024), splits_of(129280, 4096), splits_of(64, 1000)] == [1] * 4
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
