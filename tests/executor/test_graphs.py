@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -63,8 +64,8 @@ class Lab:
 
     def __init__(self, device: str) -> None:
         torch.set_num_threads(1)
-        checkpoint, self.device = ensure_checkpoint(), torch.device(device)
-        name = "float32" if device == "cpu" else "bfloat16"
+        checkpoint, self.device = ensure_checkpoint(), torch.device(device, 0)
+        name: Literal["bfloat16", "float32"] = "float32" if device == "cpu" else "bfloat16"
         config = load_model_config(checkpoint)
         self.gamma, self.topk = config.gamma, config.index_topk
         model, exchange = load_both_shards(checkpoint, config, DTYPES[name], self.device)

@@ -1,12 +1,15 @@
 """Compares the greedy ids of two ranks on two GPUs, or on one that they share, with those of the cpu server in float32.
 
-    python -m tools.gates cuda_ids [--requests 64] [--shared-device] [--json]
+    python -m tools.gates cuda_ids [--requests 64] [--shared-device | --graphs] [--json]
 
 The same server and checkpoint run on the cpu in float32 and in bfloat16, then eager on cuda in both. Devices round
 differently, so a token may differ where two candidates are as good as equal: a difference counts as explained when
 the lead of the cpu's token over the second, at the first differing position, is within twice the largest difference
 that rounding makes to the log-probabilities of tokens both agree on. In bfloat16 the cpu's run, whose arithmetic is
 torch's reference, is the control: its largest difference counts too, and cuda's mean difference is held to its mean.
+
+With --graphs it compares something else, on two GPUs: replayed decode steps and drafts with eager ones, in bfloat16,
+plain and speculating. There every id and every log-probability must be the same.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,14 +61,76 @@ class Comparison:
         return self.unexplained == 0 and is_bounded and self.ranks_used == 2
 
 
-def run_server(checkpoint: Path, placed: dict[str, object], items: list[Item]) -> tuple[list[Answer], int]:
-    """Answers of one server, half of the items on each rank, and how many ranks gave tokens."""
+@dataclass(frozen=True)
+class Replay:
+    """A server that replays against the same one eager.
+
+    seen: requests with another id or log-probability. replayed, eager: decode steps of the replaying server, of both
+    ranks. eager_replayed: of the other one, which has no graphs.
+    """
+
+    drafts: bool
+    requests: int
+    differing: int
+    seen: int
+    compared_ids: int
+    replayed: int
+    eager: int
+    eager_replayed: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, and graphs alone ran where they were on."""
+        return not self.differing and not self.seen and self.replayed > 0 and not self.eager and not self.eager_replayed
+
+
+def compare_graphs(checkpoint: Path, items: list[Item], *, drafts: bool) -> Replay:
+    """Run the same requests eager and replayed."""
+    start = time.perf_counter()
+    counts: list[tuple[int, int]] = []
+
+    def count(client: Client) -> None:
+        steps = [client.counter("dsparkd_decode_steps_total", f'path="{path}"') for path in ("graph", "eager")]
+        counts.append((int(steps[0]), int(steps[1])))
+
+    answers = []
+    for graphs in (False, True):
+        tables = {"decode_graph": {"enabled": graphs}, "dspark": {"enabled": drafts}}
+        placed: dict[str, object] = {"device": "cuda", "dtype": "bfloat16"}
+        answers.append(run_server(checkpoint, placed, items, tables, count)[0])
+    pairs = list(zip(*answers, strict=True))
+    return Replay(
+        drafts=drafts,
+        requests=len(items),
+        differing=sum(one.tokens != other.tokens for one, other in pairs),
+        seen=sum(one.logprobs != other.logprobs for one, other in pairs),
+        compared_ids=sum(len(answer.tokens) for answer in answers[0]),
+        replayed=counts[1][0],
+        eager=counts[1][1],
+        eager_replayed=counts[0][0],
+        seconds=round(time.perf_counter() - start, 1),
+    )
+
+
+def run_server(
+    checkpoint: Path,
+    placed: dict[str, object],
+    items: list[Item],
+    tables: Mapping[str, Mapping[str, object]] | None = None,
+    look: Callable[[Client], None] = lambda client: None,
+) -> tuple[list[Answer], int]:
+    """Answers of one server, half of the items on each rank, and how many ranks gave tokens.
+
+    tables: more of its configuration. look: is shown the server before it stops.
+    """
     engine = {"checkpoint": str(checkpoint), "max_context_tokens": 2048, **placed}
-    with Server({"engine": engine, "kv": {"device_bytes": GIB // 2}}) as server:
+    with Server({"engine": engine, "kv": {"device_bytes": GIB // 2}, **(tables or {})}) as server:
         client = Client(server.wait_ready(300).base_url)
         answers = client.complete_all(items, CONCURRENCY, lambda index: index % 2, alternatives=2)
         time.sleep(1.5)  # a rank's counters reach the parent once a second
         used = sum(client.counter("dsparkd_output_tokens_total", f'dp_rank="{rank}"') > 0 for rank in (0, 1))
+        look(client)
         server.stop()
     return answers, used
 
@@ -119,18 +185,38 @@ def _num_agreeing(ours: Answer, theirs: Answer) -> int:
     return count
 
 
+def report_graphs(replays: Sequence[Replay], seconds: float, *, as_json: bool) -> int:
+    """Print the table; 0 when nothing differs."""
+    ok, elapsed = all(one.ok for one in replays), round(seconds, 1)
+    if as_json:
+        print(json.dumps({"ok": ok, "elapsed_s": elapsed, "replays": [asdict(one) for one in replays]}))
+        return 0 if ok else 1
+    print("drafts  requests   ids  other ids  other logprobs  replayed steps  eager steps     s")
+    for one in replays:
+        print(
+            f"{one.drafts!s:6} {one.requests:9} {one.compared_ids:5} {one.differing:10} {one.seen:15} "
+            f"{one.replayed:15} {one.eager:12} {one.seconds:5.1f}  {'ok' if one.ok else 'FAIL'}"
+        )
+    print(f"{'ok' if ok else 'FAIL'}: graphs against eager, {elapsed} s")
+    return 0 if ok else 1
+
+
 def main(argv: list[str]) -> int:
     """Compare float32 and bfloat16; 0 when rounding explains every difference."""
     parser = argparse.ArgumentParser(prog="python -m tools.gates cuda_ids", description="ids of cuda against cpu")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--checkpoint", type=Path, help="directory; the small checkpoint by default")
     parser.add_argument("--shared-device", action="store_true", help="cuda: both ranks on one GPU")
+    parser.add_argument("--graphs", action="store_true", help="replayed steps against eager ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
     checkpoint = (arguments.checkpoint or ensure_checkpoint()).resolve()
     vocab_size = Tokenizer.load(checkpoint).vocab_size
     items = mixed_items(arguments.requests, vocab_size, MAX_TOKENS, seed=3, greedy=True)
     began = time.perf_counter()
+    if arguments.graphs:
+        replays = [compare_graphs(checkpoint, items, drafts=drafts) for drafts in (False, True)]
+        return report_graphs(replays, time.perf_counter() - began, as_json=arguments.json)
     base, _ = run_server(checkpoint, {"device": "cpu", "dtype": "float32"}, items)
     comparisons = []
     control: Comparison | None = None

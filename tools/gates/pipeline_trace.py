@@ -1,12 +1,13 @@
 """Shows on one GPU that no step waits for a stream or the device, and that masks that come late change nothing.
 
-    python -m tools.gates pipeline_trace [--json] [--out FILE] [--rows 8] [--steps 12]
+    python -m tools.gates pipeline_trace [--graphs] [--json] [--out FILE] [--rows 8] [--steps 12]
 
 The shipped checkpoint, both of its expert shards in one process; rows with a grammar and some without, all drafted for,
 greedy and seeded. First a profile of three steps (D-07, D-21): on the tick thread no call that waits for a stream or
 the device, no copy out of or into pageable memory, events waited for in `finish` alone, and each part in its place.
 torch's own detector then names every line that synchronizes, if any is left. Last the same texts with a kernel of 20 ms
 in front of each copy and of the filter in turn (D-18, D-19): every id must be the same, every text in its grammar.
+With --graphs decode steps and drafts are replayed throughout, but for one run that is eager: the ids must be its.
 
 It needs a CUDA device, and ends with 2 where there is none.
 """
@@ -34,6 +35,7 @@ from dsparkd.executor.draft import DraftDesk
 from dsparkd.executor.executor import DTYPES, Executor
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, Speculation, StepKind
+from dsparkd.executor.shapes import ShapeLimits, choose_tiers
 from dsparkd.grammar.compiler import tokenizer_info
 from dsparkd.grammar.matcher import Matcher, keep_lock_in_short_calls
 from dsparkd.grammar.traversal import open_traversal
@@ -116,7 +118,9 @@ class Text:
 class Lab:
     """One rank's executor with drafter and grammars, both expert shards in this process."""
 
-    def __init__(self, checkpoint: Path, device: torch.device, name: DType, rows: int) -> None:
+    def __init__(
+        self, checkpoint: Path, device: torch.device, name: DType, rows: int, *, has_graphs: bool = False
+    ) -> None:
         config = load_model_config(checkpoint)
         self.gamma, self.rows, self.eos_id = config.gamma, rows, config.eos_token_id
         self.tokenizer = Tokenizer.load(checkpoint)
@@ -132,6 +136,11 @@ class Lab:
         self.masker = Masker(self.traversal, rows, 1 + self.gamma, config.vocab_size, 0.5, 5.0)
         self._desk = DraftDesk(drafter, pool, draft_exchange)
         self.executor = Executor(0, model, 0, pool, exchange, self.tokenizer, self.masker, self._desk)
+        self.has_graphs = self.replays = has_graphs
+        if has_graphs:
+            width = 1 + self.gamma
+            tiers, limits = choose_tiers(rows * width), ShapeLimits(rows, self.pages, width)
+            self.executor.capture(tiers, limits, lambda done, total: None)
         self.pipeline = self.executor._pipeline
         compiler = xgrammar.GrammarCompiler(self.info, max_threads=1, cache_enabled=False)
         self.compiled = compiler.compile_grammar(GRAMMAR)
@@ -157,7 +166,8 @@ class Lab:
         return texts
 
     def accept_by(self, rule: Literal["coupled", "rejection"]) -> None:
-        """Draft for this rule of acceptance, and accept by it, from here on."""
+        """Draft for this rule of acceptance, and accept by it, from here on; graphs draft for the coupled one."""
+        self.replays = self.has_graphs and rule == "coupled"
         self._desk.is_coupled = self.executor._is_coupled = rule == "coupled"
 
     def step(
@@ -176,7 +186,7 @@ class Lab:
         room = len(rows) * self.gamma // (2 if is_compact else 1)
         speculation = Speculation(self.gamma, (len(rows) + room, 0), is_compact) if drafts else None
         kind = StepKind.PREFILL if starts else StepKind.DECODE
-        plan = Plan(kind, rows, starts, speculation=speculation)
+        plan = Plan(kind, rows, starts, speculation=speculation, replays=self.replays)
         output = self.executor.step(plan, (plan.num_tokens, 0))
         for text, row in zip(live, output.rows, strict=True):
             text.take(row, self.eos_id)
@@ -193,10 +203,11 @@ class Lab:
 @contextmanager
 def named_parts(lab: Lab) -> Iterator[None]:
     """Name the parts of each step in the profile."""
+    launch = (lab.executor.graphs, "verify", "launch") if lab.replays else (lab.executor, "_forward", "launch")
     places: tuple[tuple[object, str, str], ...] = (
         (lab.executor, "_draft", "draft"),
         (lab.pipeline, "begin", "begin"),
-        (lab.executor, "_forward", "launch"),
+        launch,
         (lab.pipeline, "finish", "finish"),
         (lab.masker, "lay", "barrier"),
         (lab.masker, "run", "walk"),
@@ -417,11 +428,12 @@ def delayed(lab: Lab, delay: str, sleep: Callable[[], object]) -> Iterator[None]
 
 
 def compare(lab: Lab, steps: int, sleep: Callable[[], object]) -> list[Run]:
-    """The same requests without and with each delay."""
+    """The same requests without and with each delay; with graphs, eager first."""
     base: list[tuple[int, ...]] = []
     runs = []
-    for delay in ("none", "none again", "ids", "masks", "filter", "results"):
+    for delay in (*(("eager",) if lab.has_graphs else ()), "none", "none again", "ids", "masks", "filter", "results"):
         begun = time.monotonic()
+        lab.replays = lab.has_graphs and delay != "eager"
         with delayed(lab, delay, sleep):
             texts = lab.texts()
             for _ in range(steps):
@@ -443,6 +455,7 @@ def main(argv: list[str]) -> int:
     """Trace and compare; 0 when nothing synchronizes and no delay changes anything, 2 without a CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m tools.gates pipeline_trace", description="waits and late masks")
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--graphs", action="store_true", help="replay decode steps and drafts")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run with a delay")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--out", type=Path, help="write the JSON object here, too")
@@ -452,7 +465,7 @@ def main(argv: list[str]) -> int:
         return 2
     begun = time.monotonic()
     device = torch.device("cuda", 0)
-    lab = Lab(ensure_checkpoint(), device, "bfloat16", arguments.rows)
+    lab = Lab(ensure_checkpoint(), device, "bfloat16", arguments.rows, has_graphs=arguments.graphs)
     for _ in range(2):
         texts = lab.texts()
         for _ in range(WARM_UP):
@@ -467,6 +480,7 @@ def main(argv: list[str]) -> int:
         "elapsed_s": round(time.monotonic() - begun, 1),
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
+        "graphs": lab.has_graphs,
         "faults": dict(Counter(verdict.faults)),
         "synchronizing_lines": dict(lines),
         "figures": verdict.figures,
