@@ -220,12 +220,7 @@ class Rank:
     def _capture(self, executor: Executor, gamma: int) -> None:
         """Capture decode steps where that is on, and note what they take. Raises CapabilityError."""
         config, name = self._config, str(self._wiring.dp_rank)
-        if config.decode_graph.enabled:
-            width, max_rows = 1 + self._max_drafts, config.scheduler.max_rows
-            tiers = config.decode_graph.tiers or choose_tiers(max_rows * max(width, gamma if width > 1 else 1))
-            num_pages = -(-(config.engine.max_context_tokens + gamma + 1) // config.kv.page_tokens)
-            limits = ShapeLimits(max_rows, num_pages, width)
-            executor.capture(tiers, limits, lambda done, total: self._progress("graphs", done, total))
+        capture_graphs(config, executor, self._max_drafts, gamma, self._progress)
         graphs = executor.graphs
         for kind in metrics.GRAPH_BYTES.values["kind"]:
             self._tally.set(metrics.GRAPH_BYTES, name, kind, to=graphs.num_bytes[kind] if graphs else 0)
@@ -528,6 +523,20 @@ def open_native_exchange(config: Config, wiring: RankWiring, spin_s: float) -> N
     os.close(shared.memory)  # the mapping stays
     kicks = (shared.kicks[wiring.dp_rank], shared.kicks[1 - wiring.dp_rank])
     return NativeExchange(wiring.dp_rank, attachment, kicks, wiring.peer)
+
+
+def capture_graphs(
+    config: Config, executor: Executor, max_drafts: int, gamma: int, progress: Callable[[str, int, int], None]
+) -> None:
+    """Capture decode steps together with the peer, where that is on. Raises CapabilityError."""
+    if not config.decode_graph.enabled:
+        return
+    width, max_rows = 1 + max_drafts, config.scheduler.max_rows
+    tiers = config.decode_graph.tiers or choose_tiers(max_rows * max(width, gamma if width > 1 else 1))
+    num_pages = -(-(config.engine.max_context_tokens + gamma + 1) // config.kv.page_tokens)
+    executor.capture(
+        tiers, ShapeLimits(max_rows, num_pages, width), lambda done, total: progress("graphs", done, total)
+    )
 
 
 def warm_up_plans(config: Config, num_pages: int, max_drafts: int) -> list[Plan]:
