@@ -109,6 +109,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "all integers of the r
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "a lock would live in one process only");
 _Static_assert(sizeof(_Atomic uint32_t) == 4 && sizeof(_Atomic uint64_t) == 8, "atomics are their integers");
 _Static_assert(sizeof(struct slot) == LINE_BYTES && sizeof(struct side) == LINE_BYTES, "a slot is one line");
+_Static_assert(sizeof(dsx_words) == sizeof(int64_t) * (NUM_FIELDS + NUM_EXTRA + 1), "exchange.py packs it");
 _Static_assert(sizeof(struct channel) == 256 && sizeof(struct rank_area) == 640, "a rank's lines are its own");
 _Static_assert(offsetof(struct region, shared) == 0x040 && offsetof(struct region, unused) == 0x080, "layout 1");
 _Static_assert(offsetof(struct region, rank) == 0x100 && sizeof(struct region) == REGION_BYTES, "layout 1");
@@ -583,22 +584,16 @@ static uint32_t publish(dsx_handle *handle, int channel, uint64_t sequence, cons
     return 1;
 }
 
-struct outputs {
-    int64_t *field, *extra;
-    uint32_t *intent;
-    dsx_stats *stats;
-};
-
 /* What both ranks said in this exchange, once the peer's slot holds its number. */
-static void copy_out(const dsx_handle *handle, int channel, uint64_t sequence, const struct outputs *out)
+static void copy_out(const dsx_handle *handle, int channel, uint64_t sequence, dsx_words *both)
 {
     const size_t index = sequence % NUM_SLOTS;
 
     for (size_t rank = 0; rank < NUM_RANKS; rank++) {
         const struct channel *lines = &handle->region->rank[rank].channel[channel];
-        memcpy(out->field + rank * NUM_FIELDS, lines->slot[index].field, NUM_FIELDS * sizeof(int64_t));
-        memcpy(out->extra + rank * NUM_EXTRA, lines->side[index].extra, NUM_EXTRA * sizeof(int64_t));
-        out->intent[rank] = lines->side[index].intent;
+        memcpy(both[rank].field, lines->slot[index].field, sizeof both[rank].field);
+        memcpy(both[rank].extra, lines->side[index].extra, sizeof both[rank].extra);
+        both[rank].intent = lines->side[index].intent;
     }
 }
 
@@ -617,10 +612,10 @@ static dsx_code check_peers_words(const dsx_handle *handle, int channel, uint64_
     return DSX_OK;
 }
 
-static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const int64_t *field, const int64_t *extra,
-                     uint32_t intent, const struct outputs *out)
+static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const dsx_words *own, dsx_words *both,
+                     dsx_stats *told)
 {
-    struct side side = {.intent = intent, .channel_tag = (uint32_t)(TAG + channel)};
+    struct side side = {.intent = (uint32_t)own->intent, .channel_tag = (uint32_t)(TAG + channel)};
     uint64_t published_ns, now_ns, end_ns, peer_ns, found;
     dsx_stats stats = {.sequence = sequence};
     dsx_code code;
@@ -632,8 +627,8 @@ static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const i
                                  memory_order_relaxed);
     if (found != before(sequence))
         return bad_sequence(handle, DSX_SEQ_LOCAL, handle->rank, channel, before(sequence), found);
-    memcpy(side.extra, extra, sizeof side.extra);
-    stats.wakes = publish(handle, channel, sequence, field, &side);
+    memcpy(side.extra, own->extra, sizeof side.extra);
+    stats.wakes = publish(handle, channel, sequence, own->field, &side);
     if (!read_clock(&published_ns))
         return no_clock(handle);
     outcome = wait_awake(handle, channel, sequence, published_ns, &now_ns);
@@ -642,10 +637,10 @@ static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const i
                                    &stats.sleeps);
     if (outcome != DSX_OK)
         return (dsx_code)outcome;
-    code = check_peers_words(handle, channel, sequence, extra);
+    code = check_peers_words(handle, channel, sequence, own->extra);
     if (code != DSX_OK)
         return code;
-    copy_out(handle, channel, sequence, out);
+    copy_out(handle, channel, sequence, both);
     if (!read_clock(&end_ns))
         return no_clock(handle);
     peer_ns = peer_area(handle)->channel[channel].side[sequence % NUM_SLOTS].arrival_ns;
@@ -655,7 +650,7 @@ static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const i
     stats.peer_wait_ns = end_ns - published_ns;
     stats.arrival_skew_ns = peer_ns > side.arrival_ns ? peer_ns - side.arrival_ns : side.arrival_ns - peer_ns;
     stats.after_last_ns = end_ns - (peer_ns > side.arrival_ns ? peer_ns : side.arrival_ns);
-    *out->stats = stats;
+    *told = stats;
     return DSX_OK;
 }
 
@@ -868,10 +863,9 @@ dsx_code dsx_set_timeout(dsx_handle *handle, uint64_t timeout_ns)
     return leave(handle, DSX_OK);
 }
 
-dsx_code dsx_exchange(dsx_handle *handle, int channel, const int64_t *field, const int64_t *extra, uint32_t intent,
-                      int64_t *out, int64_t *out_extra, uint32_t *out_intent, dsx_stats *stats)
+dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own, dsx_words *both, dsx_stats *stats)
 {
-    const struct outputs outputs = {.field = out, .extra = out_extra, .intent = out_intent, .stats = stats};
+    const dsx_words *words = own;
     const char *bad = NULL;
     uint64_t sequence;
     dsx_code code = enter(handle);
@@ -880,18 +874,12 @@ dsx_code dsx_exchange(dsx_handle *handle, int channel, const int64_t *field, con
         return code;
     if (channel < 0 || channel >= NUM_CHANNELS)
         bad = "channel";
-    else if (field == NULL)
-        bad = "field";
-    else if (extra == NULL)
-        bad = "extra";
-    else if ((intent & ~(uint32_t)INTENTS) != 0)
+    else if (own == NULL)
+        bad = "own";
+    else if ((words->intent & ~(uint64_t)INTENTS) != 0)
         bad = "intent";
-    else if (out == NULL)
-        bad = "out";
-    else if (out_extra == NULL)
-        bad = "out_extra";
-    else if (out_intent == NULL)
-        bad = "out_intent";
+    else if (both == NULL)
+        bad = "both";
     else if (stats == NULL)
         bad = "stats";
     if (bad != NULL)
@@ -902,7 +890,7 @@ dsx_code dsx_exchange(dsx_handle *handle, int channel, const int64_t *field, con
     if (code != DSX_OK)
         return leave(handle, code);
     sequence = handle->sequence[channel] + 1;
-    code = meet(handle, channel, sequence, field, extra, intent, &outputs);
+    code = meet(handle, channel, sequence, words, both, stats);
     if (code != DSX_OK && code != DSX_PEER_ERROR && code != DSX_STOPPED)
         publish_failure(handle, code, sequence);
     return leave(handle, code);

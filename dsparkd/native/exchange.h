@@ -30,6 +30,13 @@ typedef enum {
     DSX_LIVENESS       /* the kernel offers no pidfd, or no descriptor is left for one */
 } dsx_code;
 
+/* What one rank says in one exchange. */
+typedef struct {
+    int64_t field[7];
+    int64_t extra[6];
+    uint64_t intent;
+} dsx_words;
+
 /* Times of one exchange, in nanoseconds. later = the later of both arrivals. */
 typedef struct {
     uint64_t sequence;
@@ -66,10 +73,9 @@ dsx_code dsx_attach(int fd, int rank, uint64_t session, uint64_t digest, uint64_
 /* Change how long the exchanges from now on wait for the peer. */
 dsx_code dsx_set_timeout(dsx_handle *handle, uint64_t timeout_ns);
 
-/* Meet the peer in the next exchange of a channel (0 plan, 1 tier). Arrays: field[7], extra[6], out[14],
- * out_extra[12], out_intent[2]; outputs are in rank order and written only with DSX_OK. */
-dsx_code dsx_exchange(dsx_handle *handle, int channel, const int64_t *field, const int64_t *extra, uint32_t intent,
-                      int64_t *out, int64_t *out_extra, uint32_t *out_intent, dsx_stats *stats);
+/* Meet the peer in the next exchange of a channel (0 plan, 1 tier). own: a dsx_words; void, so that cffi hands on
+ * a caller's bytes as they lie. both: [2], in rank order. Outputs are written only with DSX_OK. */
+dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own, dsx_words *both, dsx_stats *stats);
 
 /* Parking. Both ranks sleep outside this library after a plan exchange in which they agreed to; a kick ends the peer's
  * park of that exchange and no later one. Its descriptor is written by the caller, after dsx_kick. */

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -19,11 +18,15 @@ from dsparkd.config import Config
 from dsparkd.errors import CapabilityError, ExchangeError, ExchangeStopped, InvariantError
 
 if TYPE_CHECKING:
-    from dsparkd.native._exchange import Pointer, Stats, _Library, _Pointers
+    from dsparkd.native._exchange import Stats, _Library, _Pointers
 
 ABI = 2
 NUM_FIELDS = 7
 NUM_EXTRA = 6
+NUM_WORDS = NUM_FIELDS + NUM_EXTRA + 1
+# What one rank says in one exchange, as integers of 64 bits: NUM_FIELDS fields, NUM_EXTRA extra words and the intent.
+# A flat tuple, because each tuple inside it would cost as much time as the exchange itself.
+Words = tuple[int, ...]
 FEATURE = 'exchange.kind = "native"'
 _MODULE = "dsparkd.native._exchange"
 _BUILD_REMEDY = "reinstall dsparkd, or in a checkout run `python setup.py build_ext --inplace`"
@@ -33,8 +36,7 @@ _PIDFD_REMEDY = (
     ' (LimitNOFILE, ulimit -n), or set exchange.kind = "gloo"'
 )
 _MESSAGE_BYTES = 256
-_INPUT = struct.Struct(f"={NUM_FIELDS + NUM_EXTRA}q")
-_OUTPUT = struct.Struct(f"={2 * (NUM_FIELDS + NUM_EXTRA)}q2I")
+_WORDS = struct.Struct(f"={NUM_WORDS}q")  # dsx_words
 
 
 class Code(IntEnum):
@@ -136,22 +138,17 @@ def stop_region(fd: int) -> None:
 class Attachment:
     """One rank's end of a region, owned by one thread of the process that opened it."""
 
-    def __init__(self, library: Library, handle: object) -> None:
+    def __init__(self, library: Library, handle: object, rank: int) -> None:
         ffi = library.ffi
         self._library = library
         self._handle = handle
-        # One piece of memory: fields and extra of this rank, then those of both, then both intents.
-        self._words = ffi.new("int64_t[]", (_INPUT.size + _OUTPUT.size) // 8)
-        self._bytes = memoryview(ffi.buffer(self._words))
-        at = cast("Sequence[Pointer]", self._words)
-        count = NUM_FIELDS + NUM_EXTRA
-        starts = (0, NUM_FIELDS, count, count + 2 * NUM_FIELDS, 3 * count)
-        self._field, self._extra, self._out, self._out_extra, intents = [_advance(at, start) for start in starts]
-        self._out_intent = ffi.cast("uint32_t *", intents)
-        self._stats = ffi.new("dsx_stats *")
+        self._is_first = rank == 0
+        self._both = ffi.new("dsx_words[2]")
+        self._peer = memoryview(ffi.buffer(self._both))[(1 - rank) * _WORDS.size :][: _WORDS.size]
+        # One a channel: each also has the number of its channel's last exchange.
+        self._stats = (ffi.new("dsx_stats *"), ffi.new("dsx_stats *"))
         self._kicked = ffi.new("int *")
         self._exchange = library.lib.dsx_exchange
-        self._sequences = [0, 0]
 
     @classmethod
     def open(
@@ -174,37 +171,26 @@ class Attachment:
         if code != Code.OK:
             text = library.message(library.ffi.NULL)
             raise CapabilityError(FEATURE, f"a usable exchange region ({text})", _ATTACH_REMEDY)
-        return cls(library, made[0])
+        return cls(library, made[0], rank)
 
-    def exchange(self, channel: int, fields: Sequence[int], extra: Sequence[int], intent: int) -> tuple[int, ...]:
-        """Meet the peer: both ranks' fields, then both ranks' extra words, then both intents, in rank order.
+    def exchange(self, channel: int, words: Words) -> tuple[Words, Words]:
+        """Meet the peer: both ranks' words in rank order. channel: 0 plan, 1 tier.
 
         Raises ExchangeError, or ExchangeStopped when the parent ended the wait.
         """
-        _INPUT.pack_into(self._bytes, 0, *fields, *extra)
-        code = self._exchange(
-            self._handle,
-            channel,
-            self._field,
-            self._extra,
-            intent,
-            self._out,
-            self._out_extra,
-            self._out_intent,
-            self._stats,
-        )
+        code = self._exchange(self._handle, channel, _WORDS.pack(*words), self._both, self._stats[channel])
         if code:
             raise self._failure(code, channel)
-        self._sequences[channel] += 1
-        return _OUTPUT.unpack_from(self._bytes, _INPUT.size)
+        peer = _WORDS.unpack(self._peer)
+        return (words, peer) if self._is_first else (peer, words)
 
     def sequence(self, channel: int) -> int:
         """Number of the last exchange on a channel that succeeded."""
-        return self._sequences[channel]
+        return cast("Stats", self._stats[channel]).sequence
 
-    def timing(self) -> Timing:
-        """Times of the last exchange that succeeded."""
-        stats = cast("Stats", self._stats)
+    def timing(self, channel: int) -> Timing:
+        """Times of the last exchange on a channel that succeeded."""
+        stats = cast("Stats", self._stats[channel])
         return Timing(
             stats.sequence,
             stats.total_ns,
@@ -244,10 +230,5 @@ class Attachment:
         text = self._library.message(self._handle)
         if code == Code.STOPPED:
             return ExchangeStopped(text)
-        known = channel is not None and 0 <= channel < len(self._sequences)
-        sequence = self._sequences[channel] + 1 if channel is not None and known else None
+        sequence = None if channel is None else self.sequence(channel) + 1
         return ExchangeError(text, code=Code(code).name, channel=channel, sequence=sequence)
-
-
-def _advance(pointer: Sequence[Pointer], count: int) -> Pointer:
-    return cast("Pointer", pointer + count)  # type: ignore[operator]

@@ -11,26 +11,16 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from dsparkd.errors import InvariantError, PeerError
-from dsparkd.native.exchange import Attachment, Timing
+from dsparkd.native.exchange import NUM_EXTRA, NUM_FIELDS, Attachment, Timing, Words
 from dsparkd.scheduler.agreement import Channel
 
-NUM_FIELDS = 7
-NUM_EXTRA = 6
 _KICK = struct.Struct("<Q")  # number of the plan exchange that agreed on the park which the kick ends
 
 # All ranks' integers, in rank order, from this rank's; raises PeerError when the peer does not come or has gone.
 Gather = Callable[[Sequence[int]], tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-class Words(NamedTuple):
-    """What one rank says in one exchange, as plain integers of 64 bits."""
-
-    fields: tuple[int, ...]
-    extra: tuple[int, ...]
-    intent: int
 
 
 class Exchange(Protocol):
@@ -49,8 +39,8 @@ class Exchange(Protocol):
     def sequence(self, channel: Channel) -> int:
         """Number of the last exchange on a channel."""
 
-    def timing(self) -> Timing | None:
-        """Times of the last exchange; None for a kind that does not take them."""
+    def timing(self, channel: Channel) -> Timing | None:
+        """Times of the last exchange on a channel; None for a kind that does not take them."""
 
     def park(self) -> None:
         """Say that this rank sleeps from here on, until a kick or work of its own."""
@@ -97,16 +87,15 @@ class NativeExchange:
 
     def exchange(self, channel: Channel, words: Words) -> tuple[Words, Words]:
         """See Exchange."""
-        both = self._attachment.exchange(channel, words.fields, words.extra, words.intent)
-        return Words(both[0:7], both[14:20], both[26]), Words(both[7:14], both[20:26], both[27])
+        return self._attachment.exchange(channel, words)
 
     def sequence(self, channel: Channel) -> int:
         """See Exchange."""
         return self._attachment.sequence(channel)
 
-    def timing(self) -> Timing:
+    def timing(self, channel: Channel) -> Timing:
         """See Exchange."""
-        return self._attachment.timing()
+        return self._attachment.timing(channel)
 
     def park(self) -> None:
         """See Exchange."""
@@ -152,20 +141,20 @@ class GlooExchange:
     def exchange(self, channel: Channel, words: Words) -> tuple[Words, Words]:
         """See Exchange."""
         self._sequences[channel] += 1
-        head = (channel, self._sequences[channel], words.intent)
-        rank0, rank1 = self._gather((*head, *words.fields, *words.extra))
+        head = (channel, self._sequences[channel])
+        rank0, rank1 = self._gather((*head, *words))
         for rank, told in enumerate((rank0, rank1)):
             if told[0] != channel:
                 raise PeerError(f"rank {rank} is on channel {told[0]}, this rank on {int(channel)}")
             if told[1] != head[1]:
                 raise PeerError(f"rank {rank} is at exchange {told[1]} of {channel.name}, this rank at {head[1]}")
-        return _unpack(rank0), _unpack(rank1)
+        return rank0[len(head) :], rank1[len(head) :]
 
     def sequence(self, channel: Channel) -> int:
         """See Exchange."""
         return self._sequences[channel]
 
-    def timing(self) -> None:
+    def timing(self, channel: Channel) -> None:
         """See Exchange: gloo tells nothing of the peer's arrival."""
 
     def park(self) -> None:
@@ -205,9 +194,6 @@ class GlooExchange:
 def _pattern(rank: int, channel: Channel) -> Words:
     """Words that differ by rank, channel and place, down to the last bit of a signed integer; one tick for both."""
     seed = (2 * channel + rank + 1) << 56
-    extra = tuple(-seed - place for place in range(NUM_EXTRA))
-    return Words(tuple(seed + place for place in range(NUM_FIELDS)), (*extra[:2], 0, *extra[3:]), 0)
-
-
-def _unpack(told: tuple[int, ...]) -> Words:
-    return Words(fields=told[3 : 3 + NUM_FIELDS], extra=told[3 + NUM_FIELDS :], intent=told[2])
+    extra = [-seed - place for place in range(NUM_EXTRA)]
+    extra[2] = 0  # the tick
+    return (*(seed + place for place in range(NUM_FIELDS)), *extra, 0)

@@ -30,6 +30,7 @@ from dsparkd.messages import (
     TokenDeltas,
     ToRank,
 )
+from dsparkd.native.exchange import NUM_FIELDS, NUM_WORDS, Words
 from dsparkd.scheduler.account import Account
 from dsparkd.scheduler.agreement import (
     Agreement,
@@ -42,7 +43,7 @@ from dsparkd.scheduler.agreement import (
     exchanges_tier,
     vote,
 )
-from dsparkd.scheduler.exchange import NUM_EXTRA, NUM_FIELDS, Exchange, Words
+from dsparkd.scheduler.exchange import Exchange
 from dsparkd.scheduler.grammars import GrammarDesk
 from dsparkd.scheduler.policy import Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
@@ -229,7 +230,7 @@ class Loop:
         )
         self._prefill_streak = agreement.prefill_streak
         exchange = self._lines.exchange
-        sequence, timing = exchange.sequence(Channel.PLAN), exchange.timing()
+        sequence, timing = exchange.sequence(Channel.PLAN), exchange.timing(Channel.PLAN)
         plan = None
         if agreement.kind is not StepKind.IDLE and not agreement.stop:
             speculation = self._speculate(agreement, proposal)
@@ -259,12 +260,13 @@ class Loop:
         requests = [self._parts.queue.find(row.request_id) for row in proposal.decode_rows]
         wanted = planner.wanted([request for request in requests if request is not None])
         exchange = self._lines.exchange
-        words = Words((wanted,) + (0,) * (NUM_FIELDS - 1), (0,) * NUM_EXTRA, 0)
+        words = (wanted,) + (0,) * (NUM_WORDS - 1)
         begun_ns = self._clock()
         rank0, rank1 = exchange.exchange(Channel.TIER, words)
         spent_ns = self._clock() - begun_ns
-        self._account.exchanged(Channel.TIER, exchange.sequence(Channel.TIER), exchange.timing(), spent_ns)
-        return planner.compact(agreement.num_tokens, (rank0.fields[0], rank1.fields[0]))
+        sequence, timing = exchange.sequence(Channel.TIER), exchange.timing(Channel.TIER)
+        self._account.exchanged(Channel.TIER, sequence, timing, spent_ns)
+        return planner.compact(agreement.num_tokens, (rank0[0], rank1[0]))
 
     # Receive
 
@@ -410,7 +412,7 @@ class Loop:
         return intent
 
     def _exchange(self, payload: Payload) -> tuple[Payload, Payload]:
-        words = Words(tuple(payload.vote), tuple(payload.extra), int(payload.intent))
+        words = (*payload.vote, *payload.extra, int(payload.intent))
         rank0, rank1 = self._lines.exchange.exchange(Channel.PLAN, words)
         return _payload(rank0), _payload(rank1)
 
@@ -569,4 +571,4 @@ class Loop:
 
 
 def _payload(words: Words) -> Payload:
-    return Payload(PlanVote(*words.fields), PlanExtra(*words.extra), Intent(words.intent))
+    return Payload(PlanVote(*words[:NUM_FIELDS]), PlanExtra(*words[NUM_FIELDS:-1]), Intent(words[-1]))

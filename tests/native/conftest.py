@@ -25,7 +25,7 @@ from dsparkd.native.exchange import Attachment, Library
 ROOT = Path(build.__file__).parents[2]
 HERE = Path(__file__).parent
 SESSION, DIGEST = 0x1234567890ABCDEF, 0xFEDCBA0987654321
-WORDS = ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 6))
+WORDS = (1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 0)
 
 # Runs what it is told, line by line, beside a rank; answers each line with its `result` as JSON.
 CHILD = """
@@ -36,7 +36,7 @@ fd, rank, session, digest, cpu = map(int, sys.argv[1:6])
 if cpu >= 0:
     os.sched_setaffinity(0, {cpu})
 a = Attachment.open(fd, rank, session=session, digest=digest, timeout_s=float(sys.argv[6]), spin_s=float(sys.argv[7]))
-words = ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 6))
+words = (1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 0)
 print("null", flush=True)
 for line in sys.stdin:
     result = None

@@ -39,8 +39,7 @@ static void *trade(void *argument)
     struct trader *trader = argument;
     const uint32_t rank = trader->handle->rank;
     unsigned dice = 12345u + rank;
-    int64_t field[NUM_FIELDS], extra[NUM_EXTRA], out[2 * NUM_FIELDS], out_extra[2 * NUM_EXTRA];
-    uint32_t intent[2];
+    dsx_words own, both[NUM_RANKS];
     dsx_stats stats;
 
     for (long number = 0; number < trader->count; number++) {
@@ -48,28 +47,27 @@ static void *trade(void *argument)
         const uint64_t sequence = (uint64_t)number / NUM_CHANNELS + 1;
 
         for (int place = 0; place < NUM_FIELDS; place++)
-            field[place] = word(rank, sequence, place);
+            own.field[place] = word(rank, sequence, place);
         for (int place = 0; place < NUM_EXTRA; place++)
-            extra[place] = place == TICK_WORD ? (int64_t)sequence : word(rank, sequence, -place);
+            own.extra[place] = place == TICK_WORD ? (int64_t)sequence : word(rank, sequence, -place);
         dice = dice * 1103515245u + 12345u;
         if (dice >> 24 == 0) {
             const struct timespec pause = {.tv_nsec = (long)(dice >> 8 & 0x7fff)};
             (void)nanosleep(&pause, NULL);
         }
-        CHECK(dsx_exchange(trader->handle, channel, field, extra, (uint32_t)(sequence & 3), out, out_extra, intent,
-                           &stats) == DSX_OK);
+        own.intent = sequence & 3;
+        CHECK(dsx_exchange(trader->handle, channel, &own, both, &stats) == DSX_OK);
         CHECK(stats.sequence == sequence);
         CHECK(stats.total_ns >= stats.after_last_ns);
         CHECK(stats.total_ns - stats.after_last_ns == 0 ||
               stats.total_ns - stats.after_last_ns == stats.arrival_skew_ns);
         trader->sleeps += stats.sleeps;
         for (uint32_t other = 0; other < NUM_RANKS; other++) {
-            CHECK(intent[other] == (sequence & 3));
+            CHECK(both[other].intent == (sequence & 3));
             for (int place = 0; place < NUM_FIELDS; place++)
-                CHECK(out[other * NUM_FIELDS + (uint32_t)place] == word(other, sequence, place));
+                CHECK(both[other].field[place] == word(other, sequence, place));
             for (int place = 0; place < NUM_EXTRA; place++)
-                CHECK(place == TICK_WORD ||
-                      out_extra[other * NUM_EXTRA + (uint32_t)place] == word(other, sequence, -place));
+                CHECK(place == TICK_WORD || both[other].extra[place] == word(other, sequence, -place));
         }
     }
     return NULL;
@@ -127,9 +125,8 @@ static void run_measure(long count, uint64_t spin_ns, const int *cpus)
     const int fd = make_region();
     const pid_t child = fork();
     const int rank = child == 0;
-    const int64_t field[NUM_FIELDS] = {0}, extra[NUM_EXTRA] = {0};
-    int64_t out[2 * NUM_FIELDS], out_extra[2 * NUM_EXTRA];
-    uint32_t intent[2];
+    const dsx_words words = {.intent = 0};
+    dsx_words both[NUM_RANKS];
     dsx_stats *stats = calloc((size_t)count, sizeof *stats);
     dsx_handle *handle;
     cpu_set_t own;
@@ -140,7 +137,7 @@ static void run_measure(long count, uint64_t spin_ns, const int *cpus)
     CHECK(child >= 0 && stats != NULL && sched_setaffinity(0, sizeof own, &own) == 0);
     CHECK(dsx_attach(fd, rank, SESSION, DIGEST, TIMEOUT_NS, spin_ns, &handle) == DSX_OK);
     for (long number = 0; number < count; number++)
-        CHECK(dsx_exchange(handle, 0, field, extra, 0, out, out_extra, intent, &stats[number]) == DSX_OK);
+        CHECK(dsx_exchange(handle, 0, &words, both, &stats[number]) == DSX_OK);
     if (child != 0)
         CHECK(waitpid(child, &status, 0) == child && status == 0);
     for (long number = 0; number < count; number++)
@@ -222,9 +219,8 @@ static void run_meeting(long count, const int *cpus)
 /* Every refusal that needs no peer, each with a short buffer for its text. */
 static void run_misuse(void)
 {
-    const int64_t field[NUM_FIELDS] = {0}, extra[NUM_EXTRA] = {0};
-    int64_t out[2 * NUM_FIELDS], out_extra[2 * NUM_EXTRA];
-    uint32_t intent[2];
+    const dsx_words own = {.intent = 0};
+    dsx_words both[NUM_RANKS];
     dsx_stats stats;
     dsx_handle *handle, *other;
     char text[1], longer[256];
@@ -237,9 +233,9 @@ static void run_misuse(void)
     CHECK(dsx_attach(fd, 0, SESSION, DIGEST, 20 * 1000000, 0, &handle) == DSX_OK);
     CHECK(dsx_attach(fd, 0, SESSION, DIGEST, 1, 0, &other) == DSX_OWNED);
     CHECK(dsx_message(NULL, text, 1) == DSX_OK && text[0] == '\0');
-    CHECK(dsx_exchange(handle, 0, NULL, extra, 0, out, out_extra, intent, &stats) == DSX_ARG);
-    CHECK(dsx_exchange(handle, 0, field, extra, 0, out, out_extra, intent, &stats) == DSX_TIMEOUT);
-    CHECK(dsx_exchange(handle, 0, field, extra, 0, out, out_extra, intent, &stats) == DSX_PEER_ERROR);
+    CHECK(dsx_exchange(handle, 0, NULL, both, &stats) == DSX_ARG);
+    CHECK(dsx_exchange(handle, 0, &own, both, &stats) == DSX_TIMEOUT);
+    CHECK(dsx_exchange(handle, 0, &own, both, &stats) == DSX_PEER_ERROR);
     CHECK(dsx_message(handle, longer, sizeof longer) == DSX_OK && strstr(longer, "TIMEOUT") != NULL);
     CHECK(dsx_take_kick(handle, &kicked) == DSX_OK && dsx_park(handle) == DSX_OK && dsx_kick(handle) == DSX_OK);
     CHECK(dsx_stop(fd) == DSX_OK && dsx_stop(-1) == DSX_ARG);

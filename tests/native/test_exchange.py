@@ -17,7 +17,7 @@ from dsparkd import system
 from dsparkd.config import Config, EngineConfig, KVConfig
 from dsparkd.errors import CapabilityError, DsparkdError, ExchangeError, ExchangeStopped, InvariantError
 from dsparkd.native import exchange
-from dsparkd.native.exchange import Attachment, Code
+from dsparkd.native.exchange import Attachment, Code, Words
 
 # Contracts section 4.1, written down a second time: offset and bytes.
 LAYOUT = {
@@ -65,11 +65,11 @@ LAYOUT = {
 STATE, PID, TICKS, ATTEMPTS = 0x40, 0x44, 0x48, 0x58  # in a rank's area
 
 
-def meet(lab, both, channel=0, words=None, intents=(0, 0)):
+def meet(lab, both, channel=0, words=None):
     """One exchange of both ranks: their results or exceptions, in rank order."""
     words = words or (lab.WORDS, lab.WORDS)
-    other = lab.Background(lambda: both[1].exchange(channel, *words[1], intents[1]))
-    own = lab.Background(lambda: both[0].exchange(channel, *words[0], intents[0])).result()
+    other = lab.Background(lambda: both[1].exchange(channel, words[1]))
+    own = lab.Background(lambda: both[0].exchange(channel, words[0])).result()
     return own, other.result()
 
 
@@ -221,47 +221,38 @@ def test_impossible_times_are_refused(region, timeout_s: float, spin_s: float, n
 def test_both_ranks_get_the_same_words_in_rank_order(lab, both) -> None:
     """X-15: fields, extra words and intents of both, whatever the own rank is; channels count for themselves."""
     low, high = -(1 << 63), (1 << 63) - 1
-    told = (((low, 0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)), ((12, 13, 14, 15, 16, 17, 18), (19, 20, 8, 21, high, low)))
+    told = (low, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1), (12, 13, 14, 15, 16, 17, 18, 19, 20, 8, 21, high, low, 2)
     for number in (1, 2, 3):
-        got = meet(lab, both, words=told, intents=(1, 2))
-        assert got[0] == got[1] == (*told[0][0], *told[1][0], *told[0][1], *told[1][1], 1, 2)
-        assert [each.timing().sequence for each in both] == [number, number]
-    assert meet(lab, both, channel=1)[0] == (*lab.WORDS[0] * 2, *lab.WORDS[1] * 2, 0, 0)
+        got = meet(lab, both, words=told)
+        assert got[0] == got[1] == told
+        assert [each.timing(0).sequence for each in both] == [number, number]
+    assert meet(lab, both, channel=1)[0] == (lab.WORDS, lab.WORDS)
     assert [(each.sequence(0), each.sequence(1)) for each in both] == [(3, 1), (3, 1)]
 
 
-@pytest.mark.parametrize("name", ["field", "extra", "out", "out_extra", "out_intent", "stats"])
+@pytest.mark.parametrize("name", ["own", "both", "stats"])
 def test_no_pointer_may_be_null(lab, both, name: str) -> None:
     """X-30, X-31: each is named, and the exchange that was refused took no number."""
-    library, null = both[0]._library, both[0]._library.ffi.NULL
-    pointers = {
-        "field": both[0]._field,
-        "extra": both[0]._extra,
-        "out": both[0]._out,
-        "out_extra": both[0]._out_extra,
-        "out_intent": both[0]._out_intent,
-        "stats": both[0]._stats,
-    }
-    pointers[name] = null
-    field, extra, *outs = pointers.values()
+    ffi, lib = both[0]._library
+    pointers = {"own": bytes(8 * 14), "both": both[0]._both, "stats": both[0]._stats[0]}
+    pointers[name] = ffi.NULL
 
-    code = library.lib.dsx_exchange(both[0]._handle, 0, field, extra, 0, *outs)
+    code = lib.dsx_exchange(both[0]._handle, 0, *pointers.values())
 
-    assert (code, library.message(both[0]._handle)) == (Code.ARG, f"dsx: invalid argument {name}")
+    assert (code, both[0]._library.message(both[0]._handle)) == (Code.ARG, f"dsx: invalid argument {name}")
     assert meet(lab, both)[0] == meet(lab, both)[1]
 
 
 def test_other_arguments_are_checked(both) -> None:
     """X-30: channels, intents, handles and message buffers; a text is cut to its buffer."""
     ffi, lib = exchange.load_library()
-    for channel, intent, name in ((2, 0, "channel"), (-1, 0, "channel"), (0, 4, "intent")):
-        failed(
-            caught(both[0].exchange, channel, range(7), range(6), intent),
-            "ARG",
-            f"dsx: invalid argument {name}",
-        )
     null, text = ffi.NULL, ffi.new("char[]", 8)
-    assert lib.dsx_exchange(null, 0, null, null, 0, null, null, null, null) == Code.ARG
+    for channel in (-1, 2):
+        assert lib.dsx_exchange(both[0]._handle, channel, bytes(112), both[0]._both, both[0]._stats[0]) == Code.ARG
+        assert both[0]._library.message(both[0]._handle) == "dsx: invalid argument channel"
+    for intent in (4, -1):
+        failed(caught(both[0].exchange, 0, (*range(13), intent)), "ARG", "dsx: invalid argument intent")
+    assert lib.dsx_exchange(null, 0, null, null, null) == Code.ARG
     assert lib.dsx_attach(0, 0, 0, 0, 1, 1, null) == Code.ARG
     for call in (lib.dsx_park, lib.dsx_kick, lib.dsx_detach):
         assert call(null) == Code.ARG
@@ -277,8 +268,8 @@ def test_a_message_is_that_of_its_handle(both) -> None:
     """X-30: another handle's failure is not this one's, and no failure has no text."""
     library = both[0]._library
     with pytest.raises(ExchangeError):
-        both[0].exchange(7, range(7), range(6), 0)
-    assert library.message(both[0]._handle) == "dsx: invalid argument channel"
+        both[0].exchange(0, (*range(13), 4))
+    assert library.message(both[0]._handle) == "dsx: invalid argument intent"
     assert library.message(both[1]._handle) == ""
 
 
@@ -287,18 +278,18 @@ def test_a_detached_handle_is_refused_and_detaching_twice_is_nothing(region) -> 
     own = region.attach(0)
     own.close()
     own.close()
-    for call in (own.park, own.kick, own.take_kick, lambda: own.exchange(0, range(7), range(6), 0)):
+    for call in (own.park, own.kick, own.take_kick, lambda: own.exchange(0, bytes(14))):
         failed(caught(call), "ARG", "dsx: invalid argument handle")
 
 
 def test_two_threads_in_one_handle_are_told_apart(lab, region, both) -> None:
     """X-04, X-31: the second one gets BUSY at once, and the first one's exchange goes on unharmed."""
-    first = lab.Background(lambda: both[0].exchange(0, *lab.WORDS, 0))
+    first = lab.Background(lambda: both[0].exchange(0, lab.WORDS))
     wait_until(lambda: region.read(lab.waiting(0)))
-    failed(caught(both[0].exchange, 0, *lab.WORDS, 0), "BUSY", "dsx: two threads in one handle")
+    failed(caught(both[0].exchange, 0, lab.WORDS), "BUSY", "dsx: two threads in one handle")
     failed(caught(both[0].close), "BUSY", "dsx: two threads in one handle")
-    both[1].exchange(0, *lab.WORDS, 0)
-    assert first.result() == (*lab.WORDS[0] * 2, *lab.WORDS[1] * 2, 0, 0)
+    both[1].exchange(0, lab.WORDS)
+    assert first.result() == (lab.WORDS, lab.WORDS)
 
 
 def test_a_fork_leaves_the_handle_to_the_parent(lab) -> None:
@@ -319,15 +310,15 @@ if child == 0:
     while os.pread(fd, 4, 0x104) == bytes(4):
         pass
     before = region()
-    for call in (lambda: own.exchange(0, range(7), range(6), 0), own.park, own.close):
+    for call in (lambda: own.exchange(0, bytes(14)), own.park, own.close):
         try:
             call()
         except ExchangeError as error:
             print(error.code, error, region() == before, flush=True)
     peer = exchange.Attachment.open(fd, 1, **options)
-    peer.exchange(0, range(7), range(6), 0)
+    peer.exchange(0, bytes(14))
     os._exit(0)
-own.exchange(0, range(7), range(6), 0)
+own.exchange(0, bytes(14))
 print(os.waitpid(child, 0)[1])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=lab.ROOT, capture_output=True, text=True, timeout=30)
@@ -363,12 +354,12 @@ def test_the_first_cause_reaches_a_sleeping_peer_and_stays(lab, region, both, co
 
     The peer sleeps in an exchange that can only end by its time-out, or by the failure.
     """
-    sleeper = lab.Background(lambda: both[1].exchange(0, *lab.WORDS, 0))
+    sleeper = lab.Background(lambda: both[1].exchange(0, lab.WORDS))
     wait_until(lambda: region.read(lab.waiting(1)))
     fault(lab, region)
     bells = [region.read(lab.rank(rank)) for rank in (0, 1)]
 
-    error = failed(caught(both[0].exchange, 0, *lab.WORDS, 0), code, text)
+    error = failed(caught(both[0].exchange, 0, lab.WORDS), code, text)
 
     assert (error.channel, error.sequence) == (0, 1)
     # Counted, not timed: a sleeper that nobody rings for would also hear of it at its next liveness check.
@@ -378,10 +369,10 @@ def test_the_first_cause_reaches_a_sleeping_peer_and_stays(lab, region, both, co
     if code == "SEQ_LOCAL":
         failed(told, "PEER_ERROR", cause)
     else:  # its own exchange was whole: rank 0 had published
-        assert told == (*lab.WORDS[0] * 2, *lab.WORDS[1] * 2, 0, 0)
+        assert told == (lab.WORDS, lab.WORDS)
     for each in both:
         for channel in (0, 1):
-            failed(caught(each.exchange, channel, *lab.WORDS, 0), "PEER_ERROR", cause)
+            failed(caught(each.exchange, channel, lab.WORDS), "PEER_ERROR", cause)
     words = [region.read(offset) for offset in (lab.ERROR, lab.ERROR_RANK)]
     assert words == [Code[code], 0]
     assert region.read(lab.ERROR_SEQ, "Q") == 1
@@ -393,7 +384,7 @@ def test_a_number_that_was_skipped_is_found(lab, region, both) -> None:
         meet(lab, both)
     region.write(lab.slot(1, 0, 0), 6, "Q")  # this rank is at 4
     failed(
-        caught(both[0].exchange, 0, *lab.WORDS, 0),
+        caught(both[0].exchange, 0, lab.WORDS),
         "SEQ_PEER",
         "dsx: rank 1 expected sequence 4 on plan, found 6",
     )
@@ -401,8 +392,8 @@ def test_a_number_that_was_skipped_is_found(lab, region, both) -> None:
 
 def test_crossed_channels_fail_at_once_on_both_sides(lab, both) -> None:
     """X-13, X-31: neither waits for its time-out; whoever sees it first names it, the other one too or by its cause."""
-    first = lab.Background(lambda: both[0].exchange(0, *lab.WORDS, 0))
-    second = lab.Background(lambda: both[1].exchange(1, *lab.WORDS, 0))
+    first = lab.Background(lambda: both[0].exchange(0, lab.WORDS))
+    second = lab.Background(lambda: both[1].exchange(1, lab.WORDS))
     results = [first.result(), second.result()]
     texts = ["dsx: rank 1 is on channel tier, this rank on plan", "dsx: rank 0 is on channel plan, this rank on tier"]
     codes = []
@@ -416,8 +407,8 @@ def test_crossed_channels_fail_at_once_on_both_sides(lab, both) -> None:
 def test_the_next_channel_does_not_hide_the_last_one(lab, both) -> None:
     """X-13: a peer that has gone on to the other channel has published on this one before, and that counts."""
 
-    def run(rank: int) -> list[tuple[int, ...]]:
-        return [both[rank].exchange(number % 2, *lab.WORDS, 0) for number in range(3_000)]
+    def run(rank: int) -> list[tuple[Words, Words]]:
+        return [both[rank].exchange(number % 2, lab.WORDS) for number in range(3_000)]
 
     other = lab.Background(lambda: run(1))
     assert run(0) == other.result()
@@ -425,14 +416,14 @@ def test_the_next_channel_does_not_hide_the_last_one(lab, both) -> None:
 
 def test_different_ticks_fail_both_ranks(lab, both) -> None:
     """X-26, X-31: one rank missed a tick, so nothing that they would do together fits."""
-    words = [((0,) * 7, (0, 0, tick, 0, 0, 0)) for tick in (4, 5)]
+    words = [(*(0,) * 9, tick, 0, 0, 0, 0) for tick in (4, 5)]
     for result in meet(lab, both, words=words):
         failed(result, "TICK", "dsx: ticks differ: 4, 5")
 
 
 def test_ticks_are_not_compared_on_the_tier_channel(lab, both) -> None:
     """X-26: its extra words are free."""
-    words = [((0,) * 7, (0, 0, tick, 0, 0, 0)) for tick in (4, 5)]
+    words = [(*(0,) * 9, tick, 0, 0, 0, 0) for tick in (4, 5)]
     got = meet(lab, both, channel=1, words=words)
     assert got[0] == got[1]
 
@@ -442,7 +433,7 @@ def test_a_peer_that_does_not_come_is_a_timeout(lab, region) -> None:
     own = region.attach(0, timeout_s=0.05)
     began = time.monotonic()
     error = failed(
-        caught(own.exchange, 0, *lab.WORDS, 0),
+        caught(own.exchange, 0, lab.WORDS),
         "TIMEOUT",
         "dsx: rank 1 did not reach sequence 1 on plan within 50 ms (it is at 0)",
     )
@@ -456,7 +447,7 @@ def test_the_timeout_may_change_between_exchanges(lab, both) -> None:
     meet(lab, both)
     both[0].set_timeout(0.03)
     failed(
-        caught(both[0].exchange, 0, *lab.WORDS, 0),
+        caught(both[0].exchange, 0, lab.WORDS),
         "TIMEOUT",
         "dsx: rank 1 did not reach sequence 2 on plan within 30 ms (it is at 1)",
     )
@@ -464,12 +455,12 @@ def test_the_timeout_may_change_between_exchanges(lab, both) -> None:
 
 def test_a_stop_ends_sleepers_and_later_calls(lab, region, both) -> None:
     """X-24, X-31: on both ranks, for good; it is not a failure of the pair."""
-    waiting = [lab.Background(lambda: both[0].exchange(0, *lab.WORDS, 0))]
+    waiting = [lab.Background(lambda: both[0].exchange(0, lab.WORDS))]
     wait_until(lambda: region.read(lab.waiting(0)))
     bells = [region.read(lab.rank(rank)) for rank in (0, 1)]
     exchange.stop_region(region.fd)
     assert [region.read(lab.rank(rank)) for rank in (0, 1)] == [bell + 1 for bell in bells]
-    results = [waiting[0].result(), caught(both[1].exchange, 0, *lab.WORDS, 0)]
+    results = [waiting[0].result(), caught(both[1].exchange, 0, lab.WORDS)]
     for result in results:
         assert isinstance(result, ExchangeStopped)
         assert str(result) == "dsx: stopped by the parent"
@@ -479,7 +470,7 @@ def test_a_stop_ends_sleepers_and_later_calls(lab, region, both) -> None:
 def test_a_stop_ends_a_spinner(lab, region) -> None:
     """X-24: who spins looks at more than the slot every 64 turns."""
     own = region.attach(0, spin_s=9.0)
-    spinner = lab.Background(lambda: own.exchange(0, *lab.WORDS, 0))
+    spinner = lab.Background(lambda: own.exchange(0, lab.WORDS))
     wait_until(lambda: region.read(lab.slot(0, 0, 1), "Q") == 1)
     assert region.read(lab.waiting(0)) == 0
     exchange.stop_region(region.fd)
@@ -498,16 +489,16 @@ def test_only_a_region_can_be_stopped(region) -> None:
 
 def test_an_exchange_that_is_complete_is_not_stopped(lab, region, both) -> None:
     """X-24: the peer may have gone on with it, so its words count."""
-    ahead = lab.Background(lambda: both[1].exchange(0, *lab.WORDS, 0))
+    ahead = lab.Background(lambda: both[1].exchange(0, lab.WORDS))
     wait_until(lambda: region.read(lab.waiting(1)))
-    assert both[0].exchange(0, *lab.WORDS, 0)
+    assert both[0].exchange(0, lab.WORDS)
     exchange.stop_region(region.fd)
     assert not isinstance(ahead.result(), Exception)
 
 
 def test_a_peer_that_leaves_ends_the_wait(lab, region, both) -> None:
     """X-22, X-33, X-31: in order, and at once, not at the time-out."""
-    waiting = lab.Background(lambda: both[0].exchange(0, *lab.WORDS, 0))
+    waiting = lab.Background(lambda: both[0].exchange(0, lab.WORDS))
     wait_until(lambda: region.read(lab.waiting(0)))
     bell = region.read(lab.rank(0))
     both[1].close()
@@ -519,11 +510,11 @@ def test_a_peer_that_leaves_ends_the_wait(lab, region, both) -> None:
 
 def test_what_a_peer_published_before_it_left_counts(lab, region, both) -> None:
     """X-22: the exchange is complete."""
-    leaving = lab.Background(lambda: (both[1].exchange(0, *lab.WORDS, 0), both[1].close()))
+    leaving = lab.Background(lambda: (both[1].exchange(0, lab.WORDS), both[1].close()))
     wait_until(lambda: region.read(lab.waiting(1)))
-    assert both[0].exchange(0, *lab.WORDS, 0)
+    assert both[0].exchange(0, lab.WORDS)
     leaving.result()
-    failed(caught(both[0].exchange, 0, *lab.WORDS, 0), "PEER_LEFT", "dsx: rank 1")
+    failed(caught(both[0].exchange, 0, lab.WORDS), "PEER_LEFT", "dsx: rank 1")
 
 
 def test_forged_start_ticks_are_a_replaced_peer(lab, region) -> None:
@@ -531,7 +522,7 @@ def test_forged_start_ticks_are_a_replaced_peer(lab, region) -> None:
     own, peer = region.attach(0), region.attach(1)
     region.write(lab.rank(1) + TICKS, region.read(lab.rank(1) + TICKS, "Q") + 1, "Q")
     failed(
-        caught(own.exchange, 0, *lab.WORDS, 0),
+        caught(own.exchange, 0, lab.WORDS),
         "PEER_REPLACED",
         f"dsx: rank 1 (pid {os.getpid()}) was replaced before sequence 1",
     )
@@ -545,7 +536,7 @@ def test_a_pid_that_nobody_has_is_an_ended_peer(lab, region, both) -> None:
     process.wait()
     region.write(lab.rank(1) + PID, process.pid)
     failed(
-        caught(both[0].exchange, 0, *lab.WORDS, 0),
+        caught(both[0].exchange, 0, lab.WORDS),
         "PEER_DEAD",
         f"dsx: rank 1 (pid {process.pid}) ended before sequence 1",
     )
@@ -559,12 +550,12 @@ def test_a_kernel_without_futexes_or_clock_is_named(lab, region, faults) -> None
     own, peer = (region.attach(rank, library=faults) for rank in (0, 1))
     faults.lib.fault_futex_wait = errno.EPERM
     failed(
-        caught(own.exchange, 0, *lab.WORDS, 0),
+        caught(own.exchange, 0, lab.WORDS),
         "FUTEX",
         f"dsx: futex wait failed ({errno.EPERM})",
     )
     failed(
-        caught(peer.exchange, 0, *lab.WORDS, 0),
+        caught(peer.exchange, 0, lab.WORDS),
         "PEER_ERROR",
         "dsx: rank 0 reported FUTEX at sequence 1",
     )
@@ -577,17 +568,17 @@ def test_a_wait_that_did_not_happen_is_tried_again(lab, region, faults, number: 
     """X-20: a rung bell and a signal only mean to look again, and do not move the deadline."""
     own = region.attach(0, library=faults, timeout_s=0.05)
     faults.lib.fault_futex_wait = number
-    failed(caught(own.exchange, 0, *lab.WORDS, 0), "TIMEOUT", "dsx: rank 1")
+    failed(caught(own.exchange, 0, lab.WORDS), "TIMEOUT", "dsx: rank 1")
     own.close()
 
 
 def test_a_broken_clock_is_named(lab, region, faults) -> None:
     """X-31, X-23: CLOCK, in an exchange and at the attach; a peer that sleeps hears of it."""
     own, peer = region.attach(0, library=faults), region.attach(1)
-    sleeper = lab.Background(lambda: peer.exchange(0, *lab.WORDS, 0))
+    sleeper = lab.Background(lambda: peer.exchange(0, lab.WORDS))
     wait_until(lambda: region.read(lab.waiting(1)))
     faults.lib.fault_clock = errno.EINVAL
-    failed(caught(own.exchange, 0, *lab.WORDS, 0), "CLOCK", "dsx: clock failed")
+    failed(caught(own.exchange, 0, lab.WORDS), "CLOCK", "dsx: clock failed")
     failed(sleeper.result(), "PEER_ERROR", "dsx: rank 0 reported CLOCK at sequence 1")
     for each in (own, peer):
         each.close()
@@ -610,7 +601,7 @@ def test_a_pidfd_refused_later_is_named(lab, region, faults) -> None:
     own, peer = region.attach(0, library=faults), region.attach(1)
     faults.lib.fault_pidfd = errno.EMFILE
     failed(
-        caught(own.exchange, 0, *lab.WORDS, 0),
+        caught(own.exchange, 0, lab.WORDS),
         "LIVENESS",
         "dsx: no pidfd (Too many open files)",
     )
@@ -625,12 +616,12 @@ def test_a_peer_that_publishes_and_dies_between_two_looks_has_published(lab, reg
     @faults.ffi.callback("void()")
     def publish_and_die() -> None:
         region.write(lab.side(1, 0, 1) + 12, 0x64737830)  # the channel's tag
-        region.write(lab.side(1, 0, 1) + 16 + 2 * 8, lab.WORDS[1][2], "q")  # the same tick
+        region.write(lab.side(1, 0, 1) + 16 + 2 * 8, lab.WORDS[9], "q")  # the same tick
         region.write(lab.slot(1, 0, 1), 1, "Q")
 
     faults.lib.fault_before_pidfd = publish_and_die
     faults.lib.fault_pidfd = errno.ESRCH
-    assert own.exchange(0, *lab.WORDS, 0)[:7] == lab.WORDS[0]
+    assert own.exchange(0, lab.WORDS)[0] == lab.WORDS
     for each in (own, peer):
         each.close()
 
@@ -647,8 +638,8 @@ def test_a_second_failure_does_not_hide_the_first(lab, region, faults) -> None:
 
     faults.lib.fault_before_clock = peer_fails
     faults.lib.fault_clock = errno.EINVAL
-    failed(caught(own.exchange, 0, *lab.WORDS, 0), "CLOCK", "dsx: clock failed")
-    failed(caught(own.exchange, 0, *lab.WORDS, 0), "PEER_ERROR", "dsx: rank 1 reported TICK at sequence 9")
+    failed(caught(own.exchange, 0, lab.WORDS), "CLOCK", "dsx: clock failed")
+    failed(caught(own.exchange, 0, lab.WORDS), "PEER_ERROR", "dsx: rank 1 reported TICK at sequence 9")
     own.close()
 
 
@@ -678,36 +669,36 @@ def test_the_times_add_up(lab, both) -> None:
     """X-32: total >= after_last, and their difference is the wait for a peer that came later."""
     for number in range(200):
         if number % 50 == 0:
-            other = lab.Background(lambda: both[1].exchange(0, *lab.WORDS, 0))
+            other = lab.Background(lambda: both[1].exchange(0, lab.WORDS))
             time.sleep(0.002)
-            own = lab.Background(lambda: both[0].exchange(0, *lab.WORDS, 0))
+            own = lab.Background(lambda: both[0].exchange(0, lab.WORDS))
             own.result(), other.result()
-            late, early = both[0].timing(), both[1].timing()
+            late, early = both[0].timing(0), both[1].timing(0)
             assert early.arrival_skew_ns == late.arrival_skew_ns >= 1_000_000
         else:
             meet(lab, both)
         for each in both:
-            times = each.timing()
+            times = each.timing(0)
             waited = times.total_ns - times.after_last_ns
             assert times.total_ns >= times.peer_wait_ns
             assert waited in (0, times.arrival_skew_ns)
-        assert {each.timing().total_ns - each.timing().after_last_ns for each in both} == {
+        assert {each.timing(0).total_ns - each.timing(0).after_last_ns for each in both} == {
             0,
-            both[0].timing().arrival_skew_ns,
+            both[0].timing(0).arrival_skew_ns,
         }
 
 
 def test_who_finds_the_peer_there_makes_no_system_call(lab, region, faults) -> None:
     """X-18: a syscall count of one exchange shows none, on the rank that comes second and finds nobody asleep."""
     own, peer = region.attach(0, library=faults, spin_s=5.0), region.attach(1, library=faults, spin_s=5.0)
-    spinner = lab.Background(lambda: peer.exchange(0, *lab.WORDS, 0))
+    spinner = lab.Background(lambda: peer.exchange(0, lab.WORDS))
     wait_until(lambda: region.read(lab.slot(1, 0, 1), "Q") == 1)
     before = faults.lib.fault_num_syscalls
-    own.exchange(0, *lab.WORDS, 0)
+    own.exchange(0, lab.WORDS)
     spinner.result()
     assert faults.lib.fault_num_syscalls == before
     for each in (own, peer):
-        assert (each.timing().sleeps, each.timing().wakes) == (0, 0)
+        assert (each.timing(0).sleeps, each.timing(0).wakes) == (0, 0)
         each.close()
 
 

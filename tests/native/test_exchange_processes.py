@@ -22,14 +22,10 @@ for s in range(1, {count} + 1):
     if {pause} and dice.random() < {pause_share}:
         time.sleep(dice.random() * {pause})
     mine, theirs = ((s * 31 + 7 * r) % 1_000_003 for r in (rank, 1 - rank))
-    extra = [mine, mine - 1, s, mine, mine, mine]
-    both = a.exchange(s % {channels}, [mine + f for f in range(7)], extra, s & 3)
-    lo = 7 * (1 - rank)
-    assert both[lo:lo + 7] == tuple(theirs + f for f in range(7)), (s, both)
-    lo = 14 + 6 * (1 - rank)
-    assert both[lo:lo + 6] == (theirs, theirs - 1, s, theirs, theirs, theirs), (s, both)
-    assert both[26] == both[27] == s & 3
-    t = a.timing()
+    told = [(*range(word, word + 7), word, word - 1, s, word, word, word, s & 3) for word in (mine, theirs)]
+    both = a.exchange(s % {channels}, told[0])
+    assert both == (told[0], told[1]) if rank == 0 else (told[1], told[0]), (s, both)
+    t = a.timing(s % {channels})
     sleeps += t.sleeps
     wakes += t.wakes
     longest_ns = max(longest_ns, t.after_last_ns)
@@ -101,18 +97,18 @@ def test_ranks_that_spin_make_hardly_a_system_call(start) -> None:
 SPINNING = """
 result = 0
 for _ in range(20_000):
-    a.exchange(0, *words, 0)
-    result += a.timing().sleeps + a.timing().wakes
+    a.exchange(0, words)
+    result += a.timing(0).sleeps + a.timing(0).wakes
 """
 
 
 def test_a_killed_peer_is_found_though_nobody_has_reaped_it(lab, region, start) -> None:
     """X-21, X-31: a zombie is no life; `kill(pid, 0)` would say that it is one."""
     own, peer = region.attach(0, timeout_s=30), start(1)
-    peer.begin("a.exchange(0, *words, 0)")
-    own.exchange(0, *lab.WORDS, 0)
+    peer.begin("a.exchange(0, words)")
+    own.exchange(0, lab.WORDS)
     peer.answer()
-    waiting = lab.Background(lambda: own.exchange(0, *lab.WORDS, 0))
+    waiting = lab.Background(lambda: own.exchange(0, lab.WORDS))
     while not region.read(lab.waiting(0)):
         time.sleep(0.001)
     peer.process.kill()  # not waited for: it stays a zombie
@@ -130,7 +126,7 @@ def test_a_peer_that_dies_before_the_first_exchange_is_found(lab, region, start)
     """X-21: the first look opens the descriptor, and finds a zombie or nobody."""
     own, peer = region.attach(0, timeout_s=30), start(1)
     peer.process.kill()
-    error = lab.Background(lambda: own.exchange(0, *lab.WORDS, 0)).result()
+    error = lab.Background(lambda: own.exchange(0, lab.WORDS)).result()
     assert error.code == "PEER_DEAD"
     own.close()
 
@@ -138,13 +134,13 @@ def test_a_peer_that_dies_before_the_first_exchange_is_found(lab, region, start)
 def test_what_a_peer_published_before_it_died_counts(lab, region, start) -> None:
     """X-21: the exchange is complete; the next one fails."""
     own, peer = region.attach(0), start(1)
-    peer.begin("a.exchange(0, *words, 0)")
+    peer.begin("a.exchange(0, words)")
     while not region.read(lab.waiting(1)):
         time.sleep(0.001)
     peer.process.kill()
     peer.process.wait()
-    assert own.exchange(0, *lab.WORDS, 0)
-    error = lab.Background(lambda: own.exchange(0, *lab.WORDS, 0)).result()
+    assert own.exchange(0, lab.WORDS)
+    error = lab.Background(lambda: own.exchange(0, lab.WORDS)).result()
     assert error.code == "PEER_DEAD"
     own.close()
 
@@ -153,10 +149,10 @@ def test_a_stopped_peer_is_waited_for(lab, region, start) -> None:
     """X-20, X-21: SIGSTOP is no death; the peer goes on where it was."""
     own, peer = region.attach(0), start(1)
     os.kill(peer.process.pid, signal.SIGSTOP)
-    waiting = lab.Background(lambda: own.exchange(0, *lab.WORDS, 0))
+    waiting = lab.Background(lambda: own.exchange(0, lab.WORDS))
     time.sleep(0.25)  # two liveness checks
     assert region.read(lab.waiting(0)) == 1
-    peer.begin("a.exchange(0, *words, 0)")
+    peer.begin("a.exchange(0, words)")
     os.kill(peer.process.pid, signal.SIGCONT)
     peer.answer()
     assert not isinstance(waiting.result(), Exception)
@@ -174,7 +170,7 @@ signal.signal(signal.SIGALRM, lambda *_: hits.append(1))
 signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
 began = time.monotonic()
 try:
-    a.exchange(0, *words, 0)
+    a.exchange(0, words)
 except ExchangeError as error:
     signal.setitimer(signal.ITIMER_REAL, 0)
     result = [error.code, str(error), error.channel, error.sequence, time.monotonic() - began]
@@ -189,17 +185,17 @@ except ExchangeError as error:
     ("act", "code", "text"),
     [
         ("a.close()", "PEER_LEFT", r"dsx: rank 1 \(pid \d+\) left before sequence 2"),
-        ("a.exchange(1, *words, 0)", "CHANNEL", r"dsx: rank 1 is on channel tier, this rank on plan"),
-        ("a.exchange(0, words[0], (0, 0, 9, 0, 0, 0), 0)", "TICK", r"dsx: ticks differ: 3, 9"),
+        ("a.exchange(1, words)", "CHANNEL", r"dsx: rank 1 is on channel tier, this rank on plan"),
+        ("a.exchange(0, (*words[:9], 9, *words[10:]))", "TICK", r"dsx: ticks differ: 3, 9"),
     ],
 )
 def test_a_peers_fault_ends_a_sleep_in_the_other_process(lab, region, start, act: str, code: str, text: str) -> None:
     """X-22, X-23, X-26, X-13: through the bell, long before the time-out or the next liveness check could."""
     own, peer = region.attach(0, timeout_s=60), start(1, timeout_s=60)
-    peer.begin("a.exchange(0, *words, 0)")
-    own.exchange(0, *lab.WORDS, 0)
+    peer.begin("a.exchange(0, words)")
+    own.exchange(0, lab.WORDS)
     peer.answer()
-    waiting = lab.Background(lambda: own.exchange(0, *lab.WORDS, 0))
+    waiting = lab.Background(lambda: own.exchange(0, lab.WORDS))
     while not region.read(lab.waiting(0)):
         time.sleep(0.001)
     peer.begin(act)
@@ -216,18 +212,18 @@ def test_a_peers_fault_ends_a_sleep_in_the_other_process(lab, region, start, act
 def test_the_parent_ends_both_waits_in_other_processes(region, start) -> None:
     """X-24: whoever holds the descriptor can; spinner and sleeper alike; no signal handler of the ranks takes part."""
     ranks = [start(0, timeout_s=60, spin_s=0.0), start(1, timeout_s=60)]
-    ranks[0].begin("a.exchange(0, *words, 0)")
+    ranks[0].begin("a.exchange(0, words)")
     while not region.read(0x100 + 4):
         time.sleep(0.001)
     exchange.stop_region(region.fd)
     assert ranks[0].answer() == ["STOPPED", "dsx: stopped by the parent"]
-    assert ranks[1].run("a.exchange(0, *words, 0)") == ["STOPPED", "dsx: stopped by the parent"]
+    assert ranks[1].run("a.exchange(0, words)") == ["STOPPED", "dsx: stopped by the parent"]
 
 
 def test_each_rank_may_close_twice_while_the_other_one_sleeps(lab, region, start) -> None:
     """X-33: the sleeper needs nothing of a rank that has left."""
     own, peer = region.attach(0), start(1)
-    waiting = lab.Background(lambda: own.exchange(0, *lab.WORDS, 0))
+    waiting = lab.Background(lambda: own.exchange(0, lab.WORDS))
     while not region.read(lab.waiting(0)):
         time.sleep(0.001)
     peer.run("a.close()\na.close()")

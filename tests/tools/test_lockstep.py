@@ -73,8 +73,8 @@ def test_the_bench_measures_every_series() -> None:
         for series in (*SERIES, "C: native", "C: skew", "C: after last"):
             figures = told["figures_us"][kind][series]
             assert 0 <= figures["p50"] <= figures["p99"] <= figures["max"]
-        assert told["figures_us"][kind]["counts"]["exchanges"] == 2_000
-    assert told["figures_us"]["gloo"]["loop"]["p50"] > 0
+        assert told["figures_us"][kind]["counts"]["exchanges"] == 1_000
+    assert told["figures_us"]["gloo"]["python"]["p50"] > 0
     assert told["ok"] == all(verdict["verdict"] != "over" for verdict in told["bounds"]) == (done.returncode == 0)
 
 

@@ -3,14 +3,14 @@
     python -m tools.bench exchange [--count 20000] [--cpus 0,1] [--busy-gpus] [--json]
 
 Two processes, pinned to a core each, exchange in blocks that alternate between the kinds, so that a slow moment of the
-machine meets all of them. native: what the C call measures of itself, from its first clock to its last. python: what a
-Python caller sees around that call; loop: with the words that the scheduler's loop uses, in and out. skew: how far
-apart the ranks came; after last: from the later one's arrival to the end, which is what an exchange costs. C: the same
-two processes without Python, nothing but exchanges; waking: half a round trip of one futex word between two sleepers,
-which is what the machine takes to wake one, and no more; meeting: two sleepers that meet by a word each, a wake and a
-sleep, and nothing else. Where a bound for exchanges that sleep lies below that meeting, the bound says nothing of the
-code; the verdict is then "floor", as long as an exchange costs no more than the meeting, within this machine's noise,
-and an exchange without sleep.
+machine meets all of them. native: what the C call measures of itself, from its first clock to its last. python: what is
+seen around the call that the scheduler's loop makes; empty: around a call that does nothing, which is what the clock
+and Python cost by themselves. skew: how far apart the ranks came; after last: from the later one's arrival to the end,
+which is what an exchange costs. C: the same two processes without Python, nothing but exchanges; waking: half a round
+trip of one futex word between two sleepers, which is what the machine takes to wake one, and no more; meeting: two
+sleepers that meet by a word each, a wake and a sleep, and nothing else. Where a bound for exchanges that sleep lies
+below that meeting, the bound says nothing of the code; the verdict is then "floor", as long as an exchange costs no
+more than the meeting, within this machine's noise, and an exchange without sleep.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pathlib import Path
 
 from dsparkd import system
 from dsparkd.native import exchange
-from dsparkd.native.exchange import Attachment, Timing
+from dsparkd.native.exchange import Attachment, Timing, Words
 from dsparkd.scheduler.agreement import Channel
-from dsparkd.scheduler.exchange import NativeExchange, Words
+from dsparkd.scheduler.exchange import NativeExchange
 from tools.harness import ROOT
 
 SPIN_S = 20e-6
@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 BLOCK = 500
 SLEEPING = "native, spin 0"
 GLOO_SHARE = 10  # one gloo exchange for so many native ones: it takes a hundred times as long
-WORDS = Words((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 6), 0)
+WORDS = (1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 0)
 AWAKE_US = 0.6  # p50 of an exchange in which nobody sleeps
 FLOOR_MARGIN = 1.25  # turns of one and the same meeting differ by more on two cores: medians of 9 to 16 us were seen
 TURNS = 10  # of the C driver, so that what it measures beside each other meets the same moments of the machine
@@ -55,7 +55,7 @@ BOUNDS = (
     (SLEEPING, "C: native", "p50", 6.0, "C: meeting"),
 )
 DRIVER = ROOT / "tests" / "native" / "exchange_driver.c"
-SERIES = ("native", "skew", "after last", "python", "loop")
+SERIES = ("native", "skew", "after last", "python", "empty")
 
 
 # By kind, series and percentile; microseconds, except the series "counts".
@@ -83,28 +83,23 @@ class Native:
     """One rank of a native kind and what it measured, in nanoseconds by series."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
-        self._attachment = Attachment.open(
+        attachment = Attachment.open(
             shared.memory, rank, session=1, digest=1, timeout_s=TIMEOUT_S, spin_s=shared.spin_s
         )
         kicks = (shared.events[rank], shared.events[1 - rank])
-        self._exchange = NativeExchange(rank, self._attachment, kicks, shared.peers[rank])
+        self._exchange = NativeExchange(rank, attachment, kicks, shared.peers[rank])
         self.measured: dict[str, list[int]] = {name: [] for name in SERIES}
         self.calls = self.sleeps = self.wakes = 0
 
     def block(self) -> None:
-        """BLOCK calls as Python sees them, then as many as the loop makes them."""
-        fields, extra = WORDS.fields, WORDS.extra
-        self._repeat("python", lambda: self._attachment.exchange(0, fields, extra, 0))
-        self._repeat("loop", lambda: self._exchange.exchange(Channel.PLAN, WORDS))
-
-    def _repeat(self, series: str, call: Callable[[], object]) -> None:
-        clock, seen = time.perf_counter_ns, self.measured[series]
+        """BLOCK calls as the loop makes them, and as many that do nothing."""
+        clock, seen = time.perf_counter_ns, self.measured["python"]
         timings: list[Timing] = []
         for _ in range(BLOCK):
             begun = clock()
-            call()
+            self._exchange.exchange(Channel.PLAN, WORDS)
             seen.append(clock() - begun)
-            timings.append(self._attachment.timing())
+            timings.append(self._exchange.timing(Channel.PLAN))
         for timing in timings:
             self.measured["native"].append(timing.total_ns)
             self.measured["skew"].append(timing.arrival_skew_ns)
@@ -112,6 +107,14 @@ class Native:
             self.calls += 1
             self.sleeps += timing.sleeps
             self.wakes += timing.wakes
+        for _ in range(BLOCK):
+            begun = clock()
+            nothing(Channel.PLAN, WORDS)
+            self.measured["empty"].append(clock() - begun)
+
+
+def nothing(_channel: Channel, _words: Words) -> None:
+    """Do nothing."""
 
 
 def gloo_call(rank: int, peer: socket.socket) -> Callable[[], object]:
@@ -290,7 +293,7 @@ def measure(directory: Path, count: int, cpus: tuple[int, int], busy_gpus: bool)
         share = sum(part["syscalls"] for part in parts) / sum(part["calls"] for part in parts)
         figures[name]["counts"] = {"exchanges": parts[0]["calls"], "syscalls per exchange": share}
     gloo = [rank["gloo"] for rank in both]
-    figures["gloo"] = {"loop": percentiles(gloo[0] + gloo[1]), "counts": {"exchanges": len(gloo[0])}}
+    figures["gloo"] = {"python": percentiles(gloo[0] + gloo[1]), "counts": {"exchanges": len(gloo[0])}}
     return figures
 
 
