@@ -176,8 +176,9 @@ class Intake:
         encoded_ns = self._clock()
         all_ids: list[list[int]] = []
         samplings: list[SamplingParams] = []
+        is_batch = not isinstance(body.prompt, str) and not _is_id_list(body.prompt)
         for index, prompt in enumerate(prompts):
-            param = "prompt" if isinstance(body.prompt, str) else f"prompt[{index}]"
+            param = f"prompt[{index}]" if is_batch else "prompt"
             ids = self._prompt_ids(prompt, param, add_bos=body.add_special_tokens is not False)
             all_ids.append(ids)
             samplings.append(
@@ -333,9 +334,13 @@ class Intake:
     def _logit_bias(self, members: dict[str, float]) -> tuple[tuple[int, float], ...]:
         biases = []
         for name, bias in members.items():
-            if not (name.isascii() and name.isdecimal() and len(name) <= 10 and str(int(name)) == name):
-                raise RequestError(f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
-            self._require_vocabulary([int(name)], "logit_bias")
+            is_number = name.isascii() and name.isdecimal() and len(name) <= 10 and str(int(name)) == name
+            if not is_number or int(name) >= self.tokenizer.vocab_size:
+                raise RequestError(
+                    f"logit_bias: {name[:40]!r} is no token id; use 0..{self.tokenizer.vocab_size - 1}, as text",
+                    code="invalid_token_id",
+                    param="logit_bias",
+                )
             biases.append((int(name), bias))
         return tuple(sorted(biases))
 
@@ -437,7 +442,11 @@ def prompts_of(prompt: str | list[object]) -> list[str | list[int]]:
     """Read text, a list of texts, ids, or a list of id lists. Raises RequestError naming the bad item."""
     if isinstance(prompt, str):
         items: list[object] = [prompt]
-    elif prompt and all(_is_int(item) for item in prompt):
+    elif _is_id_list(prompt):
+        stray = next((index for index, item in enumerate(prompt) if not _is_int(item)), None)
+        if stray is not None:
+            param = f"prompt[{stray}]"
+            raise RequestError(f"{param}: expected a token id, as the first one is", param=param)
         items = [prompt]
     else:
         items = prompt
@@ -458,6 +467,11 @@ def prompts_of(prompt: str | list[object]) -> list[str | list[int]]:
         else:
             raise RequestError(f"{param}: expected text or a list of token ids", param=param)
     return prompts
+
+
+def _is_id_list(prompt: str | list[object]) -> bool:
+    """Whether the prompt is one list of ids, and not a batch."""
+    return isinstance(prompt, list) and bool(prompt) and _is_int(prompt[0])
 
 
 def _is_int(value: object) -> bool:

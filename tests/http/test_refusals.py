@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.responses import Response
 
 from dsparkd.config import LimitsConfig
 from dsparkd.errors import RequestError
 from dsparkd.http import intake
-from dsparkd.http.body import decode, parse_object
+from dsparkd.http.body import MAX_NESTING, decode, parse_object
 from dsparkd.http.endpoint import Endpoint, Incoming
 from dsparkd.http.openai import ChatRequest
 from dsparkd.messages import Admitted, Farewell
@@ -88,11 +90,39 @@ def test_g02_bodies_at_the_limit_are_read(raw: bytes) -> None:
     assert parse_object(raw) == json.loads(raw)
 
 
-async def test_unclosed_strings_are_read_in_linear_time() -> None:
-    """The nesting check looks at each byte once; a mutation that searches again from each quote would not end."""
+def test_unclosed_strings_are_read_in_linear_time() -> None:
+    """The nesting check passes over the bytes a few times; one that searches again from each quote would not end."""
     raw = b'{"a": "' + b'\\"' * 1_000_000
-    with pytest.raises(Exception, match="not JSON"):
+    with pytest.raises(RequestError, match="not JSON"):
         parse_object(raw)
+
+
+def nested(levels: int, text: str) -> object:
+    """Objects and lists in turn, each with a text beside what is inside."""
+    value: object = text
+    for level in range(levels):
+        value = [text, value, text] if level % 2 else {"before": text, text: value, "z": text}
+    return value
+
+
+@given(st.text(st.sampled_from('[]{}"\\\né😀')), st.integers(60, 70))
+def test_only_brackets_outside_of_strings_count_as_levels(text: str, levels: int) -> None:
+    """R25 and G-02: whatever brackets, quotation marks and backslashes the strings hold, escaped in either way."""
+    for is_ascii in (True, False):
+        raw = json.dumps({"a": nested(levels - 1, text)}, ensure_ascii=is_ascii).encode()
+        if levels <= MAX_NESTING:
+            assert parse_object(raw) == json.loads(raw)
+        else:
+            with pytest.raises(RequestError, match="nests deeper"):
+                parse_object(raw)
+
+
+@pytest.mark.parametrize("fields", [{"x" * 100_000: 1}, {"reasoning_effort": "x" * 100_000}])
+async def test_a_refusal_does_not_send_a_long_mistake_back(server: Served, fields: dict[str, Any]) -> None:
+    """A body of megabytes would come back in the message, and in the field's name, too."""
+    response = await server.chat(**fields)
+    assert error_of(response, 400)["message"].count("x" * 100) > 0
+    assert len(response.content) < 2000
 
 
 def test_a_repeated_member_is_found_in_linear_time() -> None:
@@ -104,7 +134,7 @@ def test_a_repeated_member_is_found_in_linear_time() -> None:
 
 @pytest.mark.parametrize("raw", [b'{"a":[1' + b"9" * 309 + b"]}", b'{"a":-' + b"9" * 400 + b"}"])
 def test_an_integer_beyond_a_double_is_found_wherever_its_digits_begin(raw: bytes) -> None:
-    """Digits are searched from the beginnings of runs alone."""
+    """Only where there are that many digits in a row is each integer looked at."""
     with pytest.raises(RequestError, match="beyond a double"):
         parse_object(raw)
 
@@ -162,11 +192,11 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": 2.1}, "invalid_value", "presence_penalty"),
     ({"frequency_penalty": -2.1}, "invalid_value", "frequency_penalty"),
     ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
-    ({"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"01": 1}}, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"-1": 1}}, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"٣": 1}}, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"9999999": 1}}, "invalid_token_id", "logit_bias[0]"),
+    ({"logit_bias": {"x": 1}}, "invalid_token_id", "logit_bias"),
+    ({"logit_bias": {"01": 1}}, "invalid_token_id", "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "invalid_token_id", "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "invalid_token_id", "logit_bias"),
+    ({"logit_bias": {"9999999": 1}}, "invalid_token_id", "logit_bias"),
     ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias[...]"),
     ({"logit_bias": [1]}, "invalid_value", "logit_bias"),
     ({"min_tokens": 9, "max_tokens": 8}, "invalid_value", "min_tokens"),
@@ -256,8 +286,10 @@ COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[5], [5.0]]}, "invalid_value", "prompt[1]"),
     ({"prompt": [True, False]}, "invalid_value", "prompt[0]"),
     ({"prompt": [[True]]}, "invalid_value", "prompt[0]"),
-    ({"prompt": [-1]}, "invalid_token_id", "prompt[0][0]"),
-    ({"prompt": [5, 10**6]}, "invalid_token_id", "prompt[0][1]"),
+    ({"prompt": [-1]}, "invalid_token_id", "prompt[0]"),
+    ({"prompt": [5, 10**6]}, "invalid_token_id", "prompt[1]"),
+    ({"prompt": [5, 5.0]}, "invalid_value", "prompt[1]"),
+    ({"prompt": [5, "a"]}, "invalid_value", "prompt[1]"),
     ({"prompt": [[5], [HUGE]]}, "invalid_token_id", "prompt[1][0]"),
     ({"logprobs": True}, "invalid_value", "logprobs"),
     ({"logprobs": 21}, "invalid_value", "logprobs"),
@@ -363,7 +395,7 @@ async def test_r23_prompts_around_the_context_limit(checkpoint: Path, over: int,
             assert server.requests[0].sampling.max_tokens == min(max_tokens, -over)
         else:
             error = error_of(response, 400)
-            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt[0]")
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
             assert str(limit + over) in error["message"]
             assert str(limit) in error["message"]
             assert_nothing_sent(server)
