@@ -22,7 +22,7 @@ MAX_POSITIONS = 2000
 
 
 class PatternError(Exception):
-    """A pattern is malformed, or uses what cannot be enforced; the text says what and where."""
+    """A pattern is malformed, or uses what cannot be enforced; the text says what it has, and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,10 @@ def literal(text: str) -> Node:
 def parse(pattern: str, *, is_own: bool = False) -> Node:
     """Read a pattern; one of our own writing is not held to the limits. Raises PatternError."""
     if not is_own and len(pattern.encode(errors="replace")) > MAX_PATTERN_BYTES:
-        raise PatternError(f"it is longer than {MAX_PATTERN_BYTES} bytes")
+        raise PatternError(f"more than {MAX_PATTERN_BYTES} bytes")
     node = _Parser(pattern, MAX_POSITIONS if is_own else MAX_OPEN_GROUPS).parse()
     if not is_own and positions(node) > MAX_POSITIONS:
-        raise PatternError(f"its repetitions written out have more than {MAX_POSITIONS} characters")
+        raise PatternError(f"more than {MAX_POSITIONS} characters with its repetitions written out")
     return node
 
 

@@ -5,6 +5,7 @@ The same thing has several names among the servers that clients were written for
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,14 @@ SOURCES: dict[str, str] = {
     "structured_outputs.structural_tag": "structural_tag",
 }
 _OBJECT = {"type": "object"}
+# A word is taken whole, whether the sign of a rule follows or not, so that no byte is looked at again and again.
+_EBNF_PARTS = re.compile(
+    r"""(?P<literal>"[^"\\]*(?:\\.[^"\\]*)*"?|\[[^\]\\]*(?:\\.[^\]\\]*)*\]?)"""
+    r"|#[^\n]*"
+    r"|(?P<word>[\w.-]+)\s*(?P<sign>::=)?"
+    r"|(?P<bracket>[()])",
+    re.DOTALL,
+)
 _OUTPUT_OPTIONS = ("disable_any_whitespace", "disable_fallback", "disable_additional_properties")
 
 
@@ -236,34 +245,16 @@ def _ebnf(source: _Source) -> str:
 def _scan_ebnf(text: str) -> tuple[set[str], int, int]:
     """Names of rules, the deepest nesting of parentheses, the longest literal in bytes. XGrammar judges the rest."""
     names: set[str] = set()
-    depth = deepest = longest = index = 0
-    word = ""
-    while index < len(text):
-        character = text[index]
-        if character in '"[':
-            end = _literal_end(text, index)
-            longest = max(longest, len(text[index:end].encode()))
-            index, word = end, ""
-            continue
-        if character == "#":
-            index = text.find("\n", index) if "\n" in text[index:] else len(text)
-            continue
-        if text.startswith("::=", index):
-            names.add(word.split()[-1] if word.split() else "")
-            word = ""
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-        word = word + character if character.isalnum() or character in "_-. " else ""
-        index += 1
+    depth = deepest = longest = 0
+    for part in _EBNF_PARTS.finditer(text):
+        if part["sign"] is not None:
+            names.add(part["word"])
+        elif part["literal"] is not None:
+            longest = max(longest, len(part["literal"].encode()))
+        elif part["bracket"] is not None:
+            depth += 1 if part["bracket"] == "(" else -1
+            deepest = max(deepest, depth)
     return names, deepest, longest
-
-
-def _literal_end(text: str, start: int) -> int:
-    closing = '"' if text[start] == '"' else "]"
-    index = start + 1
-    while index < len(text) and text[index] != closing:
-        index += 2 if text[index] == "\\" else 1
-    return index + 1
 
 
 def _choice(source: _Source) -> str:

@@ -200,6 +200,19 @@ def test_root_rule_may_stand_anywhere_and_literals_may_hold_anything() -> None:
     assert refusal({"ebnf": '# root ::= "a"\nx ::= "root ::= y"'}) == ("invalid_grammar", "/ebnf")
 
 
+@pytest.mark.parametrize("between", ["", " ", "\t", "\n", " \n\t "])
+def test_white_space_in_front_of_a_rules_sign_is_any(between: str, compiler: xgrammar.GrammarCompiler) -> None:
+    """XGrammar reads all of these, so none may be refused as a grammar without a root."""
+    text = f'part{between}::= "a"\nroot{between}::= part part'
+    assert Language(compiler, parsed({"ebnf": text}).grammar).admits("aa")
+
+
+def test_an_unended_literal_is_counted_to_the_end() -> None:
+    """A grammar of one long literal is too large, whether its end is there or not, and escaped ends are none."""
+    for text in ('root ::= "' + '\\"' * 8_200, "root ::= [" + "\\]" * 8_200 + "]"):
+        assert refusal({"ebnf": text}) == ("grammar_too_large", "/ebnf")
+
+
 def test_choices_are_literal(compiler: xgrammar.GrammarCompiler) -> None:
     """R12: quotation marks, newlines, control characters and Chinese are choices like any other."""
     choices = ['a\n"b\\', "在线", "😀", "\x01\x7f", "[x]", ""]
