@@ -369,9 +369,8 @@ def _read_tag(text: str) -> _Tag | Literal["incomplete", "text"]:
     if found is not None:
         closing, kind, attributes, self_closing = found.groups()
         return _Tag(found[0], bool(closing), kind, dict(_ATTRIBUTE.findall(attributes)), bool(self_closing))
-    # A ">" outside of quotes ends any tag; before it, an odd number of quotes means an attribute that goes on.
-    head = text[:_MAX_TAG_CHARS]
-    ended = any(head.count('"', 0, at) % 2 == 0 for at, character in enumerate(head) if character == ">")
+    # A ">" outside of quotes ends any tag.
+    ended = any(">" in outside for outside in text[:_MAX_TAG_CHARS].split('"')[::2])
     return "text" if ended or len(text) > _MAX_TAG_CHARS else "incomplete"
 
 
