@@ -6,7 +6,8 @@ anew, so that shapes, padding, addresses and the choice of a tier are proven her
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.errors import CapabilityError, InvariantError
+from dsparkd.errors import EXIT_CONFIG, CapabilityError, InvariantError
 from dsparkd.executor.draft import DraftDesk
 from dsparkd.executor.executor import DTYPES, Executor
 from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder, require_room
-from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, Speculation, StepKind
-from dsparkd.executor.shapes import DraftShape, ShapeLimits, VerifyShape
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, Speculation, StepKind
+from dsparkd.executor.shapes import ShapeLimits
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
@@ -209,3 +210,114 @@ def test_replayed_steps_give_the_bits_of_eager_ones(lab: Lab) -> None:
     assert [text.seen for text in texts] == [text.seen for text in eager]
     assert all(torch.equal(one, other) for one, other in zip(live(lab), kept, strict=True))
     assert max(len(text.outputs) for text in texts) > 9  # drafts were accepted
+    assert (LENGTHS[-1] // 4 > lab.topk) == any(tier.verify.is_long for tier in lab.graphs._verify.values())
+
+
+def test_addresses_stay_and_a_rank_without_rows_changes_nothing(lab: Lab) -> None:
+    """P-08, P-10, P-13: padded replays of every tier write no state, live page or slot; nothing moves."""
+    texts = begin(lab, LENGTHS)
+    advance(lab, texts, replays=True, most=5)
+    owned = [*lab.pool.tensors(), *vars(lab.graphs).values()]
+    addresses = [each.data_ptr() for each in owned if isinstance(each, Tensor)]
+    feeds = [tier.verify.feed.tensors for tier in lab.graphs._verify.values()]
+    feeds += [tier.shape.feed.tensors for tier in lab.graphs._draft.values()]
+    before = [words.data_ptr() for feed in feeds for words in feed.values()]
+    kept = live(lab)
+
+    tiers = {advance(lab, [], replays=True, most=most, peer=peer) for most in (0, 2, 5) for peer in range(1, 1 + ROWS)}
+
+    assert tiers == {16, 32, 48}
+    assert all(torch.equal(one, other) for one, other in zip(live(lab), kept, strict=True))
+    gc.collect()
+    advance(lab, texts, replays=True, most=5)
+    assert [each.data_ptr() for each in owned if isinstance(each, Tensor)] == addresses
+    assert [words.data_ptr() for feed in feeds for words in feed.values()] == before
+
+
+def test_one_row_among_padding_gives_what_it_gives_alone(lab: Lab) -> None:
+    """P-12, T-04: a tier that the peer fills, behind a step of all rows: nothing of those rows is left in it."""
+    alone, texts = begin(lab, LENGTHS[:1])[0], begin(lab, LENGTHS)
+    for _ in range(3):
+        advance(lab, texts, replays=True, most=5)
+    for text in texts:
+        text.seen.clear()
+    text = begin(lab, LENGTHS[:1])[0]
+    for _ in range(3):
+        advance(lab, [text], replays=True, most=5, peer=ROWS)
+
+    again = begin(lab, LENGTHS[:1])[0]
+    for _ in range(3):
+        advance(lab, [again], replays=False, most=5)
+
+    assert text.outputs == again.outputs
+    assert text.seen == again.seen
+    assert alone.outputs == again.outputs[: len(alone.outputs)]
+
+
+def test_both_ranks_choose_by_what_both_know(lab: Lab) -> None:
+    """P-05, P-07, X-25: the larger rank's tokens, whichever it is; chunks and what no tier holds run eager on both."""
+    graphs = lab.graphs
+    for own, peer in ((0, 17), (17, 0), (17, 1), (20, 32)):
+        assert graphs.tier(StepKind.DECODE, (own, peer)) == graphs.tier(StepKind.DECODE, (peer, own)) == 32
+    assert graphs.tier(StepKind.DECODE, (48, 0)) == 48
+    assert graphs.tier(StepKind.DECODE, (48, 49)) is None
+    for kind in (StepKind.PREFILL, StepKind.MIXED):
+        assert graphs.tier(kind, (1, 1)) is None
+    assert [graphs.draft_tier((0, blocks)) for blocks in (1, 3, 4, 6, 7)] == [16, 16, 32, 32, None]
+
+
+def test_a_step_that_no_tier_holds_runs_eager_with_the_same_ids(lab: Lab) -> None:
+    """P-07: nothing is refused; what both agreed on is all that decides."""
+    texts, others = begin(lab, LENGTHS[:2]), []
+    assert advance(lab, texts, replays=True, most=5, peer=9) is None
+    others = begin(lab, LENGTHS[:2])
+    assert advance(lab, others, replays=True, most=5, peer=2) == 16
+    assert [text.outputs for text in texts] == [text.outputs for text in others]
+
+
+def test_tiers_are_captured_from_the_largest_down_with_one_memory(lab: Lab) -> None:
+    """P-10, P-21: what is captured is known, and what it takes."""
+    assert (lab.graphs.num_shapes, set(lab.graphs.num_bytes)) == ({"decode": 3, "draft": 2}, {"decode", "draft"})
+    assert list(lab.graphs._verify) == [48, 32, 16]
+    assert list(lab.graphs._draft) == [32, 16]
+    assert lab.graphs.num_bytes["decode"] >= 48 * lab.executor.model_config.vocab_size * 4
+
+
+def test_memory_that_is_missing_is_named() -> None:
+    """P-21: the tier, the number needed and the number found, as a start failure."""
+    require_room("a decode step of 384 tokens", 100, 100)
+    with pytest.raises(
+        CapabilityError, match=r"101 bytes of device memory for a decode step of 384 .*found 100"
+    ) as caught:
+        require_room("a decode step of 384 tokens", 101, 100)
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+def test_plans_that_break_the_shape_fail_before_a_launch(lab: Lab) -> None:
+    """T-02, P-07: a rank that cannot go on raises, and the pair ends."""
+    text = begin(lab, LENGTHS[:1])[0]
+    row = dataclasses.replace(text.row(), slot=1 + ROWS)
+    with pytest.raises(InvariantError, match=f"slot {1 + ROWS} of {1 + ROWS}"):
+        lab.step([row], replays=True)
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_takes_no_memory_and_waits_for_nothing() -> None:
+    """P-11, U-08: between launches of a decode step the allocator gives nothing away inside the graphs."""
+    lab = Lab("cuda")
+    texts = begin(lab, LENGTHS)
+    for _ in range(3):
+        advance(lab, texts, replays=True, most=5)
+    reserved = torch.cuda.memory_stats(lab.device)["num_device_alloc"]
+    plan = Plan(StepKind.DECODE, tuple(text.row() for text in texts), replays=True)
+    with torch.inference_mode():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            before = torch.cuda.memory_stats(lab.device)["allocation.all.allocated"]
+            lab.graphs.verify(48, plan, [0] * ROWS, None)
+            lab.graphs.propose(32, plan.rows)
+            after = torch.cuda.memory_stats(lab.device)["allocation.all.allocated"]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert after == before
+    assert torch.cuda.memory_stats(lab.device)["num_device_alloc"] == reserved
