@@ -24,7 +24,6 @@ from dsparkd import log as log_module
 from dsparkd import metrics, system
 from dsparkd.config import (
     Config,
-    DecodeGraphConfig,
     EngineConfig,
     ExchangeConfig,
     GrammarConfig,
@@ -225,7 +224,7 @@ class Rank:
         for kind in metrics.GRAPH_BYTES.values["kind"]:
             self._tally.set(metrics.GRAPH_BYTES, name, kind, to=graphs.num_bytes[kind] if graphs else 0)
             self._tally.set(metrics.GRAPH_SHAPES, name, kind, to=graphs.num_shapes[kind] if graphs else 0)
-        self._paths = (*self._paths, graph_path(config.decode_graph, config.engine, graphs))
+        self._paths = (*self._paths, graph_path(config.engine, graphs))
 
     def _announce(self, executor: Executor, longest_tick_s: float, num_frozen: int) -> None:
         ready = RankReady(
@@ -458,7 +457,7 @@ def weights_path(config: EngineConfig) -> PathState:
     return PathState("random_weights", "off", 'engine.weights = "checkpoint"')
 
 
-def graph_path(config: DecodeGraphConfig, engine: EngineConfig, graphs: Graphs | None) -> PathState:
+def graph_path(engine: EngineConfig, graphs: Graphs | None) -> PathState:
     """Whether decode steps are replayed, for /server_info and the log."""
     if graphs is not None:
         count = sum(graphs.num_shapes.values())

@@ -593,6 +593,19 @@ def test_m06_every_way_of_drafting_says_why() -> None:
         assert words in paths[0].why + paths[1].why
 
 
+def test_m06_graphs_say_why_they_are_off() -> None:
+    """M-06: the device, or the operator."""
+    cpu = EngineConfig(checkpoint="/c", device="cpu")
+    shared = EngineConfig(checkpoint="/c", shared_device=True)
+    for engine, why in (
+        (cpu, 'engine.device = "cpu"'),
+        (shared, "engine.shared_device = true"),
+        (EngineConfig(checkpoint="/c"), "decode_graph.enabled = false"),
+    ):
+        path = rank.graph_path(engine, None)
+        assert (path.path, path.state, path.why) == ("decode_graph", "off", why)
+
+
 def test_m06_weights_say_whether_answers_mean_anything() -> None:
     """M-06: figures are taken with weights that an operator must never serve with."""
     real = rank.weights_path(EngineConfig(checkpoint="/c"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import hypothesis.strategies as st
 import pytest
@@ -304,6 +305,28 @@ def test_endless_prefill_leaves_room_for_decode_ticks(lab, pair):
     kinds = [agreement.kind for agreement in pair.agreements[2:]]
     assert kinds[:10] == ([StepKind.MIXED] * 4 + [StepKind.DECODE]) * 2
     assert max(gaps) <= 5
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_both_ranks_replay_decode_ticks_and_nothing_else(lab, pair, graphs):
+    """P-05, X-10, X-12: by the agreement alone; a rank without rows and one whose chunks sit the tick out, too."""
+    for rank in pair.ranks:
+        rank.loop._bounds = dataclasses.replace(rank.loop._bounds, decode_graphs=graphs)
+    pair.ranks[1].submit(lab.request("stream", 3, max_tokens=40, ignore_eos=True))
+    pair.tick(3)  # a prefill, then decode ticks beside an idle rank
+    for number in range(12):
+        pair.ranks[0].submit(lab.request(f"p{number}", 40, max_tokens=1))
+        pair.tick()
+
+    for rank in pair.ranks:
+        seen = [(plan.kind, plan.replays) for plan in rank.device.plans]
+        assert set(seen) == {
+            (StepKind.PREFILL, False),
+            (StepKind.MIXED, False),
+            (StepKind.DECODE, graphs),
+        }
+        steps = sum(kind is StepKind.DECODE for kind, _ in seen)
+        assert rank.value("dsparkd_decode_steps_total", "eager", "none") == steps  # this device captures nothing
 
 
 def test_a_decode_turn_does_not_lose_a_prefills_start(lab):
