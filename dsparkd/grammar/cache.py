@@ -37,11 +37,16 @@ class Compiled:
 @dataclass(eq=False)
 class Ticket:
     """One request's wait for its grammar. Owned by the tick thread; `outcome` and `source` are set once, before that
-    thread hears of it."""
+    thread hears of it.
+
+    waits: it is heard of later. Set by the look-up alone: the outcome of a ticket that waits may be there at any moment,
+    the look-up's own end included, so whether there is one decides nothing.
+    """
 
     grammar: Grammar
     begun_ns: int
     deadline_ns: int
+    waits: bool = False
     source: Source = "memory"
     outcome: Compiled | RequestError | None = None
     is_cancelled: bool = False
@@ -122,6 +127,7 @@ class GrammarCache:
             job = self._jobs.get(grammar)
             if job is not None:
                 ticket.source = "in_flight"
+                ticket.waits = True
                 job.waiters.append(ticket)
                 return None
             if len(self._jobs) >= MAX_JOBS:
@@ -132,6 +138,7 @@ class GrammarCache:
                     retry_after_s=1,
                 )
                 return None
+            ticket.waits = True
             job = self._jobs[grammar] = Job(grammar, self._generation, [ticket])
             return job
 

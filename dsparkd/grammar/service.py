@@ -437,7 +437,7 @@ class GrammarService:
             raise PeerError(f"the probe process did not answer within {timeout_s:g} s")
 
     def request(self, grammar: Grammar) -> Ticket:
-        """Ask for a grammar; the ticket is done at once when memory knows it, else `drain` returns it later.
+        """Ask for a grammar; the ticket is done at once when memory knows it, else it waits and `drain` returns it.
 
         A ticket whose request ended must be cancelled.
         """
@@ -446,7 +446,7 @@ class GrammarService:
         job = self.cache.look_up(ticket)
         if job is not None:
             self._coordinator.post(job)
-        if not ticket.is_done:
+        if ticket.waits:
             heapq.heappush(self._deadlines, _Deadline(ticket.deadline_ns, next(self._order), ticket))
         return ticket
 

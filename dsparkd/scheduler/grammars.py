@@ -37,9 +37,9 @@ class GrammarDesk:
         self._tickets: dict[str, Ticket] = {}  # by request id
 
     def ask(self, request: Request, grammar: Grammar) -> Ticket:
-        """Ask for a request's grammar. A ticket that is not done at once comes out of `settled` later."""
+        """Ask for a request's grammar. A ticket that waits comes out of `settled` later; any other is done."""
         ticket = self.service.request(grammar)
-        if not ticket.is_done:
+        if ticket.waits:
             self._requests[ticket] = request
             self._tickets[request.request_id] = ticket
         return ticket

@@ -317,7 +317,7 @@ class Loop:
                 self._admit(request)
                 continue
             ticket = self._desk().ask(request, batch.grammar)
-            if ticket.is_done:
+            if not ticket.waits:
                 self._settle(request, ticket)
 
     def _admit(self, request: Request) -> None:

@@ -19,7 +19,7 @@ import xgrammar
 
 from dsparkd.config import GrammarCacheConfig, GrammarConfig, GrammarStoreConfig
 from dsparkd.errors import FatalError, GrammarError, PeerError, RequestError
-from dsparkd.grammar.cache import Compiled, GrammarCache, Source, Ticket
+from dsparkd.grammar.cache import Compiled, GrammarCache, Job, Source, Ticket
 from dsparkd.grammar.key import Scope, digest
 from dsparkd.grammar.probe import decide
 from dsparkd.grammar.service import Built, Coordinator, GrammarService, Work
@@ -738,6 +738,23 @@ def test_the_tick_thread_only_hears_of_what_is_done(threaded: Callable[..., Thre
     assert not any(ticket.is_done for ticket in tickets)
 
 
+def test_what_the_grammar_thread_brings_at_once_is_heard_of_once(
+    threaded: Callable[..., Threaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G-11: on a busy machine it may be done before `request` returns; the ticket waits all the same."""
+    rig = threaded(sound=False)
+    error = GrammarError("no", code="invalid_grammar")
+
+    def finish(job: Job) -> None:
+        rig.service._tell(rig.service.cache.finish(job, error, "disk", remember=False))
+
+    monkeypatch.setattr(rig.service._coordinator, "post", lambda item: item and finish(item))
+    ticket = rig.service.request(grammar())
+    assert (ticket.waits, ticket.outcome) == (True, error)
+    assert rig.service.drain() == [ticket]
+    assert rig.service.drain() == []
+
+
 def test_who_waits_too_long_gets_504_and_the_others_wait_on(threaded: Callable[..., Threaded]) -> None:
     """G-20, G-18: at its own deadline, by the given clock; the compile goes on and is kept."""
     rig = threaded()
@@ -770,6 +787,7 @@ def test_a_grammar_whose_step_was_given_up_is_refused_like_one_that_its_probe_re
     rig.drain(1)
     rig.service.condemn(grammar())
     again = rig.service.request(grammar())
+    assert not again.waits
     assert failure(again) == (400, "grammar_too_costly")
     assert rig.compiler.compiled == ["a"]
 

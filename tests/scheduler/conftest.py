@@ -220,10 +220,7 @@ class FakeTicket:
         self.source = "compile"
         self.outcome: FakeMatcher | RequestError | None = None
         self.is_cancelled = False
-
-    @property
-    def is_done(self) -> bool:
-        return self.outcome is not None
+        self.waits = True
 
     def matcher(self) -> FakeMatcher:
         if isinstance(self.outcome, RequestError):
@@ -238,12 +235,13 @@ class FakeCache:
 
 
 class FakeService:
-    """Gives grammars when a test says so; `known` are there at once."""
+    """Gives grammars when a test says so; `known` are there at once, `quick` come while they are asked for."""
 
     def __init__(self, wake: int) -> None:
         self.cache = FakeCache()
         self.tickets: list[FakeTicket] = []
         self.known: dict[Grammar, Callable[[], FakeMatcher | RequestError]] = {}
+        self.quick: dict[Grammar, Callable[[], FakeMatcher | RequestError]] = {}
         self.deadline_ns: int | None = None
         self.looks = 0
         self.condemned: list[Grammar] = []
@@ -256,6 +254,9 @@ class FakeService:
         if grammar in self.known:
             ticket.outcome = self.known[grammar]()
             ticket.source = "memory"
+            ticket.waits = False
+        if grammar in self.quick:
+            self.settle(ticket, self.quick[grammar]())
         return ticket
 
     def settle(self, ticket: FakeTicket, outcome: FakeMatcher | RequestError) -> None:

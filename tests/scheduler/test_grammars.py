@@ -66,6 +66,19 @@ def test_a_grammar_in_memory_admits_at_once(lab, pair):
     assert rank.value("dsparkd_grammar_resolutions_total", "memory") == 2
 
 
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_grammar_that_comes_while_it_is_asked_for_settles_its_request_once(lab, pair, is_good):
+    """G-11: the grammar thread may be done before the tick thread looks; settled twice, the request ended the rank."""
+    rank = pair.ranks[0]
+    error = RequestError("no rule is named x", status=400, code="invalid_grammar")
+    rank.grammars.quick[GRAMMAR] = lab.FakeMatcher if is_good else lambda: error
+    rank.submit(lab.request("a", 9), lab.request("b", 9, choice=1), grammar=GRAMMAR)
+    pair.drain()
+    assert rank.admitted == (["a", "b"] if is_good else [])
+    assert [answer.request_id for answer in rank.refused] == ([] if is_good else ["a", "b"])
+    rank.assert_nothing_held()
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_bad_grammar_is_refused_before_admission_with_its_own_status(lab, pair, at_once):
     """decisions.md 15: Refused, never Admitted; nothing reaches the detokenizer."""
