@@ -25,7 +25,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dsparkd.config import Config, EngineConfig, Hardware, KVConfig, SchedulerConfig, SpeculationConfig, resolve
+from dsparkd.config import (
+    Config,
+    DecodeGraphConfig,
+    EngineConfig,
+    Hardware,
+    KVConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    resolve,
+)
 from dsparkd.errors import DsparkdError
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.device import TorchDriver, require_device
@@ -74,6 +83,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     speculation: tuple[bool, ...]
     profile: bool
+    eager: bool
     began_s: float
     seconds: float
     device_fraction: float | None = 0.75
@@ -257,6 +267,7 @@ def config_of(request: Request) -> Config:
         ),
         scheduler=SchedulerConfig(max_rows=max(request.rows)),
         dspark=SpeculationConfig(enabled=any(request.speculation)),
+        decode_graph=DecodeGraphConfig(enabled=False if request.eager else None),
     )
     return resolve(config, Hardware(num_cuda_devices=2))
 

@@ -1,7 +1,8 @@
 """Measures the released geometry with random weights on two GPUs, beside what the hardware allows at the least.
 
     python -m tools.bench geometry [--part steps|headline|all] [--alone] [--layers N] [--seconds N] [--out FILE]
-        [--rows 1,8,32,64] [--contexts 1024,8192] [--concurrency 1,16,64,128] [--files DIR] [--json]
+        [--rows 1,8,32,64] [--contexts 1024,8192] [--concurrency 1,16,64,128] [--files DIR]
+        [--eager] [--speculation off|on|both] [--json]
 
 steps: both ranks' executors without server and scheduler, over the groups of the server: start by stage, memory, step
 times by rows, contexts and speculation, prefill, and where the time goes. headline: the server itself, and streams of
@@ -98,12 +99,12 @@ def run_steps(request: Request, *, alone: bool, report: Report, floors: Roofline
     with tempfile.TemporaryDirectory(prefix="dsparkd-geometry-") as directory:
         errors = [Path(directory) / f"rank{dp_rank}" for dp_rank in (0, 1)]
         processes = _start_ranks(request, alone, errors)
-        ends = dict[str, Row]()
+        has_ended = False
         for row in _lines(processes[0]):
-            ends[str(row["kind"])] = row
-            _report_row(row, report, floors, alone=alone)
+            has_ended = row["kind"] == "end"
+            _report_row(row, report, floors)
         codes = [process.wait(60) for process in processes]
-        if any(codes) or "end" not in ends:
+        if any(codes) or not has_ended:
             said = "\n".join(
                 path.read_text(encoding="utf-8", errors="replace")[-3000:] for path in errors if path.exists()
             )
@@ -138,11 +139,12 @@ def _start_ranks(request: Request, alone: bool, errors: Sequence[Path]) -> list[
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[Row]:
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(b"{"):
-            yield json.loads(line)
-        else:  # a library that talks
-            sys.stderr.write(line.decode(errors="replace"))
+    with process.stdout:
+        for line in process.stdout:
+            if line.startswith(b"{"):
+                yield json.loads(line)
+            else:  # a library that talks
+                sys.stderr.write(line.decode(errors="replace"))
 
 
 def _number(row: Row, key: str) -> float:
@@ -151,7 +153,7 @@ def _number(row: Row, key: str) -> float:
     return float(value)
 
 
-def _report_row(row: Row, report: Report, floors: Roofline, *, alone: bool) -> None:
+def _report_row(row: Row, report: Report, floors: Roofline) -> None:
     """Put a rank's row beside its floor."""
     match row["kind"]:
         case "decode":
@@ -195,7 +197,7 @@ def _report_row(row: Row, report: Report, floors: Roofline, *, alone: bool) -> N
         case "failed":
             report.add(row, f"failed: {row['error']}")
         case _:
-            report.add(row, "")
+            report.add(row, f"most held by torch: {_number(row, 'peak_bytes') / GIB:.1f} GiB")
 
 
 def _floor(floor: Floor, ms: float) -> Row:
@@ -242,17 +244,19 @@ async def stream_one(port: int, model: str, prompt: list[int], output_tokens: in
     writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
     first_s = last_s = 0.0
     count = 0
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            # An event of text is not decoded: with many streams the client would be slower than the server.
-            if b'"usage":{' in line:
-                count = json.loads(line[6:])["usage"]["completion_tokens"]
-                continue
-            if b'"error":' in line:
-                raise RuntimeError(f"the server answered {line.decode()}")
-            last_s = time.perf_counter()
-            first_s = first_s or last_s
-    writer.close()
+    try:
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                # An event of text is not decoded: with many streams the client would be slower than the server.
+                if b'"usage":{' in line:
+                    count = json.loads(line[6:])["usage"]["completion_tokens"]
+                    continue
+                if b'"error":' in line:
+                    raise RuntimeError(f"the server answered {line.decode()}")
+                last_s = time.perf_counter()
+                first_s = first_s or last_s
+    finally:
+        writer.close()
     if count != output_tokens or not first_s:
         raise RuntimeError(f"a stream of {output_tokens} tokens ended after {count}")
     return Stream(sent_s, first_s, last_s, count)
@@ -345,6 +349,7 @@ def server_tables(files: Path, arguments: argparse.Namespace) -> dict[str, dict[
         "kv": {"device_bytes": None, "device_fraction": 0.75} if is_cuda else {},
         "scheduler": {"max_rows": 64 if is_cuda else 16},
         "dspark": {"enabled": arguments.speculation == "on"},
+        "decode_graph": {"enabled": False} if arguments.eager else {},
     }
 
 
@@ -424,6 +429,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=numbers, default=(1, 16, 64, 128), help="of the headline rows")
     parser.add_argument("--speculation", choices=("off", "on", "both"), default=None, help="steps: both; headline: off")
     parser.add_argument("--no-profile", action="store_true", help="steps: leave out where the time goes")
+    parser.add_argument("--eager", action="store_true", help="without captured graphs")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of a kind")
     parser.add_argument("--seconds", type=float, default=480.0, help="begin nothing after so many")
     parser.add_argument("--files", type=Path, help="directory with config.json and tokenizer.json; the released ones")
@@ -500,6 +506,7 @@ def step_request(arguments: argparse.Namespace, files: Path) -> Request:
         rounds=arguments.rounds,
         speculation=speculation,
         profile=not arguments.no_profile,
+        eager=arguments.eager,
         began_s=time.time(),
         seconds=arguments.seconds,
         device_bytes=None if arguments.device == "cuda" else 256 * MIB,
