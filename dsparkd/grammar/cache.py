@@ -39,8 +39,8 @@ class Ticket:
     """One request's wait for its grammar. Owned by the tick thread; `outcome` and `source` are set once, before that
     thread hears of it.
 
-    waits: it is heard of later. Set by the look-up alone: the outcome of a ticket that waits may be there at any moment,
-    the look-up's own end included, so whether there is one decides nothing.
+    waits: it is heard of later. Set by the look-up alone: the outcome of a ticket that waits may be there at any
+    moment, the look-up's own end included, so whether there is one decides nothing.
     """
 
     grammar: Grammar

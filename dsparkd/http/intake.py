@@ -29,6 +29,9 @@ COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS, THINKING_MAX_TOKENS, MAX_EFFORT_MAX_TOKENS = 8192, 65536, 131072
 # 53 bits, because a client that reads JSON numbers as doubles must be able to send a drawn seed back.
 DRAWN_SEED_BITS = 53
+# Log-probabilities that a whole answer may hold, alternatives included: each takes 400 bytes until the last token is
+# there, and 0.2 us of Python's lock to write. Beyond some seconds of that the ranks give this process up.
+MAX_ANSWER_LOGPROBS = 4_000_000
 # Prompt tokens of one API request, each choice's counted: up to 5 bytes each in a frame, and a frame has 256 MiB.
 MAX_BATCH_TOKENS = 32_000_000
 
@@ -356,6 +359,8 @@ class Intake:
         starts_in_reasoning: bool = False,
     ) -> Work:
         _require_few_tokens(sum(map(len, prompts)) * n)
+        if not body.stream:
+            _require_few_answer_logprobs(sum(map(_num_answer_logprobs, samplings)) * n)
         request_id = _request_id(body, envelope)
         tokenized_ns = self._clock()
         count = len(prompts) * n
@@ -395,6 +400,20 @@ def _require_few_prompt_logprobs(count: int) -> None:
         raise RequestError(
             f"echo with logprobs makes {count} log-probabilities of prompt tokens and alternatives in one answer; "
             f"at most {MAX_PROMPT_LOGPROBS} fit: send fewer prompts, a smaller n or fewer logprobs",
+            code="too_many_logprobs",
+            param="logprobs",
+        )
+
+
+def _num_answer_logprobs(sampling: SamplingParams) -> int:
+    return 0 if sampling.top_logprobs is None else sampling.max_tokens * (1 + sampling.top_logprobs)
+
+
+def _require_few_answer_logprobs(count: int) -> None:
+    if count > MAX_ANSWER_LOGPROBS:
+        raise RequestError(
+            f"the answer may have {count} log-probabilities of tokens and alternatives; a whole one holds at most "
+            f"{MAX_ANSWER_LOGPROBS}: stream it, or send a smaller max_tokens, a smaller n or fewer logprobs",
             code="too_many_logprobs",
             param="logprobs",
         )

@@ -519,6 +519,25 @@ async def test_an_answer_holds_a_bounded_number_of_prompt_log_probabilities(
     assert (await server.complete(**(asked | {"echo": False}), logprobs=2)).status_code == 200
 
 
+async def test_a_whole_answer_holds_a_bounded_number_of_log_probabilities(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept until the last token and written at once, while no stream and no rank is heard."""
+    monkeypatch.setattr(intake, "MAX_ANSWER_LOGPROBS", 10 * 2 * 3)
+    chat: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 10}
+
+    for answer in (
+        await server.chat(**chat, n=3),
+        await server.complete(prompt=["a", "b", "c"], logprobs=2, max_tokens=10),
+    ):
+        error = error_of(answer, 400)
+        assert (error["code"], error["param"]) == ("too_many_logprobs", "logprobs")
+    assert_nothing_sent(server)
+    for fields in ({"n": 2}, {"n": 3, "stream": True}, {"n": 3, "top_logprobs": 1}, {"n": 3, "max_tokens": 6}):
+        assert (await server.chat(**(chat | fields))).status_code == 200
+    assert (await server.chat(n=3, max_tokens=100)).status_code == 200
+
+
 async def test_r14_a_live_id_is_409(server: Served) -> None:
     """R-14: while a request of that id runs; afterwards it may come again."""
     script, server.backend.script = server.backend.script, None
