@@ -547,10 +547,6 @@ class Registry:
         """Replace what the frame's source said before."""
         self._frames[frame.source] = (frame.values, frame.histograms)
 
-    def drop(self, source: str) -> None:
-        """Forget a process that ended."""
-        self._frames.pop(source, None)
-
     def before_scrape(self, update: Callable[[Tally], None]) -> None:
         """Have `update` set gauges that are only true at the moment of a scrape."""
         self._before_scrape.append(update)

@@ -17,7 +17,7 @@ import msgspec
 
 from dsparkd import metrics
 from dsparkd.config import Config
-from dsparkd.errors import BoardError, ConfigError, FatalError, InvariantError, PeerError, RequestError, StartError
+from dsparkd.errors import BoardError, FatalError, InvariantError, PeerError, RequestError, StartError
 from dsparkd.ipc.channel import AsyncChannel
 from dsparkd.messages import (
     Abort,
@@ -224,7 +224,7 @@ class Router:
     async def started(self) -> tuple[RankReady, RankReady]:
         """Wait until both ranks and the detokenizer are warm; from then on the state is "serving".
 
-        Raises StartError when one of them cannot start, or when health.max_age_s is too short for their ticks.
+        Raises StartError when one of them cannot start.
         """
         return await asyncio.shield(self._started)
 
@@ -585,19 +585,9 @@ class Router:
             self._end(handle)
 
     def _finish_start(self) -> None:
-        """Once everybody is warm: serve, unless health could not tell a slow tick from a dead rank."""
+        """Once everybody is warm: serve."""
         first, second = self._ready
         if first is None or second is None or not self._detokenizer_ready or self._started.done():
-            return
-        longest_s = max(first.longest_tick_s, second.longest_tick_s)
-        if self._health.max_age_s < 3 * longest_s:
-            self._started.set_exception(
-                ConfigError(
-                    "health.max_age_s",
-                    self._health.max_age_s,
-                    f"use at least three times the longest tick of the warm-up ({longest_s:.3f} s)",
-                )
-            )
             return
         self._available = [True] * NUM_RANKS
         if self.state == "starting":
