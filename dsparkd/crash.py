@@ -43,9 +43,9 @@ async def write(directory: Path, report: Mapping[str, object]) -> str | None:
         async with aiofiles.open(half, "wb") as file:
             await file.write(msgspec.json.encode(report))
         await aiofiles.os.replace(half, path)
-        for old in sorted(await aiofiles.os.listdir(directory))[:-NUM_REPORTS]:
-            if old.startswith("crash-"):
-                await aiofiles.os.remove(directory / old)
+        reports = [name for name in await aiofiles.os.listdir(directory) if name.startswith("crash-")]
+        for old in sorted(reports)[:-NUM_REPORTS]:
+            await aiofiles.os.remove(directory / old)
     except OSError as error:
         with contextlib.suppress(OSError):  # also where the directory has become something else
             half.unlink()

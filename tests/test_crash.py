@@ -32,12 +32,14 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path: Path, monke
 
 async def test_only_the_latest_reports_are_kept(tmp_path: Path) -> None:
     """A server that fails at every start must not fill the disk; files of others stay."""
-    (tmp_path / "aa-note.txt").write_text("mine")
+    others = [tmp_path / f"{place}-note-{number}.txt" for place in ("aa", "zz") for number in range(crash.NUM_REPORTS)]
+    for other in others:
+        other.write_text("mine")
     paths = [await crash.write(tmp_path, {"number": number}) for number in range(crash.NUM_REPORTS + 4)]
     kept = [tmp_path / name for name in sorted(os.listdir(tmp_path)) if name.startswith("crash-")]
     assert [str(path) for path in kept] == paths[-crash.NUM_REPORTS :]
     assert json.loads(kept[-1].read_text()) == {"number": crash.NUM_REPORTS + 3}
-    assert (tmp_path / "aa-note.txt").exists()
+    assert all(other.exists() for other in others)
 
 
 async def test_half_a_report_is_never_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
