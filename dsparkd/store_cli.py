@@ -34,6 +34,7 @@ from dsparkd.grammar.store import (
     GrammarStore,
     Refusal,
     StoreCorrupt,
+    StoreFull,
     parse,
     prepare,
     scope_name,
@@ -161,7 +162,10 @@ def _prune(store: GrammarStore) -> int:
 def _warm(config: Config, vocabularies: Vocabularies, tokenizer: Tokenizer, bodies: Path | None) -> int:
     if bodies is None:
         raise ConfigError("--bodies", None, "name a file with one request body, a JSON object, a line")
-    lines = bodies.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = bodies.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError("--bodies", str(bodies), f"is not UTF-8 at byte {error.start}; write it in UTF-8") from error
     directory = prepare(config.grammar.store, vocabularies.scope())
     store = GrammarStore(directory, config.grammar.store)
     failed = 0
@@ -175,6 +179,9 @@ def _warm(config: Config, vocabularies: Vocabularies, tokenizer: Tokenizer, bodi
             except GrammarError as error:
                 failed += 1
                 said = f"refused: {error.message}"
+            except StoreFull as error:
+                failed += 1
+                said = f"not stored: {error} (grammar.store.bytes)"
             _say(f"line {number}: {said}")
     return EXIT_DAMAGED if failed else EXIT_OK
 

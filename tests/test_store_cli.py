@@ -14,7 +14,7 @@ from dsparkd import store_cli
 from dsparkd.config import Config, EngineConfig, GrammarConfig, GrammarStoreConfig, KVConfig
 from dsparkd.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from dsparkd.grammar.key import digest
-from dsparkd.grammar.store import Entry, EntryKind, GrammarStore, prepare, scope_name
+from dsparkd.grammar.store import Entry, EntryKind, GrammarStore, KeyLock, StoreFull, prepare, scope_name
 from dsparkd.grammar.vocabulary import make_vocabularies
 from dsparkd.messages import Grammar
 from dsparkd.model.config import ModelConfig, load_model_config
@@ -152,6 +152,29 @@ def test_warm_tries_what_requests_will_ask_for(tmp_path: Path, capsys: pytest.Ca
     assert rig.run("verify") == EXIT_OK
     with pytest.raises(ConfigError, match="--bodies"):
         rig.run("warm")
+    file.write_bytes(b'{"regex": "\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"--bodies.*not UTF-8 at byte 11"):
+        rig.run("warm", file)
+
+
+def test_a_grammar_that_finds_no_room_is_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other bodies are tried all the same; a marker of a megabyte fits into no small store."""
+    rig = Rig(tmp_path)
+    file = tmp_path / "bodies.jsonl"
+    file.write_text('{"regex": "[ab]+"}\n{"messages": []}\n', encoding="utf-8")
+
+    def full(store: GrammarStore, lock: KeyLock, entry: Entry) -> None:
+        raise StoreFull("9 bytes find no room in 8")
+
+    monkeypatch.setattr(GrammarStore, "publish", full)
+    assert rig.run("warm", file) == store_cli.EXIT_DAMAGED
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "line 1: not stored: 9 bytes find no room in 8 (grammar.store.bytes)",
+        "line 2: asks for no grammar",
+    ]
 
 
 def test_the_scope_is_the_servers(tmp_path: Path) -> None:
