@@ -283,7 +283,7 @@ class Sampler:
 
         raw [R, V] float32 are unedited logits. The distribution is over the whole row, ids without a token included.
         """
-        total = raw.logsumexp(dim=-1, keepdim=True)
+        total = sampling.log_totals(raw)[:, None]
         own = raw.gather(1, ids[:, None]) - total
         if top == 0:
             return own.double()

@@ -63,3 +63,15 @@ def _keep_best(scores: Tensor, threshold: Tensor, num_kept: Tensor) -> Tensor:
     room = num_kept - above.sum(dim=-1, keepdim=True)
     keep = above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room))
     return scores.masked_fill(~keep, NEGATIVE_INFINITY)
+
+
+def log_totals(logits: Tensor) -> Tensor:
+    """Logarithm of the sum of each row's powers: logits [R, V] float32, contiguous -> [R], the same beside other rows.
+
+    torch's sum over a row on cuda is cut by the number of rows.
+    """
+    if logits.is_cuda:
+        from dsparkd.kernels.cuda import sampling as triton_sampling  # a cpu start imports no triton
+
+        return triton_sampling.log_totals(logits)
+    return logits.logsumexp(dim=-1)

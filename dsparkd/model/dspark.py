@@ -222,7 +222,10 @@ def require_dspark(config: ModelConfig) -> DSparkConfig:
 
 def survival(confidence: Tensor, temperatures: Tensor) -> Tensor:
     """Confidence logits [B, G] by temperatures [G] -> products of the chances so far, [B, G] float32."""
-    return sigmoid(confidence / temperatures).cumprod(1)
+    chances = sigmoid(confidence / temperatures)
+    for i in range(1, chances.shape[1]):  # cumprod on cuda multiplies in an order that depends on the number of blocks
+        chances[:, i] *= chances[:, i - 1]
+    return chances
 
 
 @dataclass(frozen=True, slots=True)
