@@ -24,6 +24,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What crosses a process boundary: frozen, and an unknown field is an error."""
 
 
+MAX_TOP_LOGPROBS = 20  # alternatives beside a token; the rank holds memory for as many
+
+
 class SamplingParams(Message, frozen=True, kw_only=True):
     """How one choice is sampled. Every value is already validated by the parent.
 

@@ -18,7 +18,7 @@ from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, RowFailure, StepOutput
-from dsparkd.executor.sampler import Sampler
+from dsparkd.executor.sampler import Sampler, most_values
 from dsparkd.executor.shapes import ShapeLimits
 from dsparkd.executor.staging import Drafted, Stager, pad_rows
 from dsparkd.grammar.pipeline import Pipeline
@@ -45,7 +45,8 @@ class Executor:
     model_config: the checkpoint's. weight_bytes: what its parameters take on this rank.
     sizes: how many pages, slots and snapshots there are, the null ones included.
     masker: None where no request has a grammar. draft_desk: None where nothing is drafted.
-    is_coupled: drafts are accepted by the coupled rule, else by rejection. graphs: None until some are captured.
+    is_coupled: drafts are accepted by the coupled rule, else by rejection. chunk_tokens: most prompt tokens of a step.
+    graphs: None until some are captured.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Executor:
         draft_desk: DraftDesk | None = None,
         *,
         is_coupled: bool = True,
+        chunk_tokens: int = 1024,
     ) -> None:
         self.model_config = model.config
         self.weight_bytes = weight_bytes
@@ -71,7 +73,7 @@ class Executor:
         self._exchange = exchange
         self._masker = masker
         self._draft_desk = draft_desk
-        self._pipeline = _open_pipeline(pool, masker, model.device)
+        self._pipeline = _open_pipeline(pool, masker, chunk_tokens, model.device)
         self._is_coupled = is_coupled
         self.graphs: Graphs | None = None
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
@@ -124,7 +126,21 @@ class Executor:
         is_coupled = config.dspark.acceptance == "coupled"
         desk = DraftDesk(drafter, pool, exchange, is_coupled=is_coupled) if drafter is not None else None
         tokenizer = Tokenizer.load(directory)
-        return cls(dp_rank, model, weight_bytes, pool, exchange, tokenizer, masker, desk, is_coupled=is_coupled)
+        chunk_tokens = config.scheduler.chunk_tokens
+        if chunk_tokens is None:
+            raise InvariantError("resolve() gives scheduler.chunk_tokens a value")
+        return cls(
+            dp_rank,
+            model,
+            weight_bytes,
+            pool,
+            exchange,
+            tokenizer,
+            masker,
+            desk,
+            is_coupled=is_coupled,
+            chunk_tokens=chunk_tokens,
+        )
 
     def capture(
         self,
@@ -259,12 +275,17 @@ class Executor:
             torch.cuda.empty_cache()
 
 
-def _open_pipeline(pool: KVPool, masker: Masker | None, device: torch.device) -> Pipeline:
+def _open_pipeline(pool: KVPool, masker: Masker | None, chunk_tokens: int, device: torch.device) -> Pipeline:
     """Memory for as many rows as have slots; their windows are a block at most, and what grammars hold of them."""
-    width = 1 + pool.geometry.gamma
-    if masker is None:
-        return Pipeline(pool.sizes.num_slots - 1, width, 0, 0, device)
-    return Pipeline(masker.num_rows, max(width, masker.width), masker.width, masker.vocab_size, device)
+    gamma = pool.geometry.gamma
+    rows, width, mask_width, vocab_size = pool.sizes.num_slots - 1, 1 + gamma, 0, 0
+    if masker is not None:
+        rows, width, mask_width = masker.num_rows, max(width, masker.width), masker.width
+        vocab_size = masker.vocab_size
+    # Of the largest step: what was chosen for each place of each window, a chunk of prompts, and the drafts' chances.
+    num_samples = max(rows, pool.sizes.num_slots - 1) * width
+    num_results = most_values(num_samples, chunk_tokens) + num_samples
+    return Pipeline(rows, width, mask_width, vocab_size, num_results, device)
 
 
 def _drafted(plan: Plan, blocks: Blocks | None, lengths: Sequence[int]) -> Drafted | None:

@@ -23,7 +23,7 @@ from dsparkd.errors import InvariantError
 from dsparkd.executor.masks import allowed_ids
 from dsparkd.executor.upload import upload, upload_ids
 from dsparkd.kernels import noise, sampling
-from dsparkd.messages import SamplingParams, TokenLogprob
+from dsparkd.messages import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprob
 
 # Up to here a draw is the argmax in all but name, and scores divided by less would leave float32.
 GREEDY_TEMPERATURE = 1e-5
@@ -78,6 +78,12 @@ class Drawn:
 
     values: Tensor
     read: Callable[[list[float]], Choices]
+
+
+def most_values(num_samples: int, num_prompt_tokens: int) -> int:
+    """Most `Drawn.values` of a step: all samples and prompt tokens with as many alternatives as may be asked for."""
+    listed = 1 + 2 * MAX_TOP_LOGPROBS
+    return num_samples * (listed + 2) + num_prompt_tokens * listed
 
 
 class Sampler:

@@ -30,7 +30,6 @@ from dsparkd.native.traversal import Walk
 
 NUM_SLOTS = 2
 NUM_SAMPLES = 8  # of the device's time that may be open: far more than there are slots
-RESULTS = 4096  # doubles: ids and chances of many rows; log-probabilities of a prompt may need more
 
 
 class Stage(IntEnum):
@@ -104,7 +103,9 @@ class Slot:
     where there are no grammars.
     """
 
-    def __init__(self, rows: int, width: int, mask_width: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, width: int, mask_width: int, vocab_size: int, num_results: int, device: torch.device
+    ) -> None:
         pin = device.type == "cuda"
         self.stage = Stage.FREE
         self.work: Work | None = None
@@ -115,7 +116,7 @@ class Slot:
         self.running: Future[int] | None = None
         self.emitted: Future[list[float]] | None = None
         self.ids = torch.zeros((rows, width), dtype=torch.int64, pin_memory=pin)
-        self.results = torch.zeros(RESULTS, dtype=torch.float64, pin_memory=pin)
+        self.results = torch.zeros(num_results, dtype=torch.float64, pin_memory=pin)
         num_words = -(-vocab_size // 32)
         self.mask = torch.full((rows * mask_width, num_words), -1, dtype=torch.int32, pin_memory=pin)
         self.words = torch.empty_like(self.mask, device=device) if pin else self.mask
@@ -146,11 +147,11 @@ class Slot:
 
 
 class Pipeline:
-    """Owned by the tick thread. Memory, streams and events are made here, and none in a step but for two cases: results
-    more than there ever were (log-probabilities of a long prompt), and the chances that a compact layout waits for.
+    """Owned by the tick thread. Memory, streams and events are made here, and none in a step.
 
     rows: most rows of a step that drafts or has grammars. width: of a window of drafted ids. mask_width: of a window
-    that grammars hold, 0 where there are none. clock: monotonic nanoseconds.
+    that grammars hold, 0 where there are none. num_results: most doubles that a step emits. clock: monotonic
+    nanoseconds.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Pipeline:
         width: int,
         mask_width: int,
         vocab_size: int,
+        num_results: int,
         device: torch.device,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -166,7 +168,7 @@ class Pipeline:
         self.timings = Timings()
         self._device = device
         self._clock = clock
-        self._slots = tuple(Slot(rows, width, mask_width, vocab_size, device) for _ in range(NUM_SLOTS))
+        self._slots = tuple(Slot(rows, width, mask_width, vocab_size, num_results, device) for _ in range(NUM_SLOTS))
         self._next = 0
         self.is_cuda = device.type == "cuda"
         # Starts its one thread with the first work. A thread begins on the first GPU, which may be another rank's.
@@ -174,12 +176,16 @@ class Pipeline:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="step-worker", initializer=enter)
         if self.is_cuda:
             self.copy_stream, self.results_stream = _stream(device), _stream(device)
+        # Of `fetch`, which nobody leaves before they are read: the results stream waits for made, the host for here.
+        self._chances = torch.zeros(rows * width, dtype=torch.float32, pin_memory=self.is_cuda)
+        if self.is_cuda:
+            self._chances_made, self._chances_here = _event(), _event()
 
     @staticmethod
-    def reserved_bytes(rows: int, width: int, mask_width: int, vocab_size: int) -> tuple[int, int]:
-        """Bytes of pinned (on cpu: plain) host memory and of device memory on cuda that both slots take."""
+    def reserved_bytes(rows: int, width: int, mask_width: int, vocab_size: int, num_results: int) -> tuple[int, int]:
+        """Bytes of pinned (on cpu: plain) host memory and of device memory on cuda that a pipeline takes."""
         mask = rows * mask_width * -(-vocab_size // 32) * 4
-        return NUM_SLOTS * (rows * width * 8 + RESULTS * 8 + mask), NUM_SLOTS * mask
+        return NUM_SLOTS * (rows * width * 8 + num_results * 8 + mask) + rows * width * 4, NUM_SLOTS * mask
 
     def begin(self, ids: Tensor | None, work: Work | None) -> Slot:
         """Take a slot and send drafted ids to the host; on the cpu the walk starts, too. Waits for nothing.
@@ -235,23 +241,23 @@ class Pipeline:
     def emit(self, slot: Slot, values: Tensor) -> None:
         """Send what was chosen to the host; whatever reads the masks is on the current stream already.
 
-        values [K] float64 on the rank's device. They stay referenced until they have been read.
+        values [K] float64 on the rank's device, K at most num_results. They stay referenced until they have been read.
+        Raises InvariantError for more.
         """
         self._move(slot, Stage.FINISHED, Stage.EMITTED)
+        count = values.numel()
+        if count > slot.results.numel():
+            raise InvariantError(f"a step gave {count} results, and no step gives more than {slot.results.numel()}")
         if not self.is_cuda:
             slot.emitted = Future()
             slot.emitted.set_result(values.tolist())
             return
-        count = values.numel()
         if slot.num_mask_rows:
             slot.mask_read.record()
         if not count:
             slot.emitted = Future()
             slot.emitted.set_result([])
             return
-        if count > slot.results.numel():
-            # The largest step so far; soon there is no larger one.
-            slot.results = torch.zeros(2 ** (count - 1).bit_length(), dtype=torch.float64, pin_memory=True)
         self._copy(values, slot.results[:count], self.results_stream, slot.chosen, slot.results_here)
         slot.emitted = self._worker.submit(_read, slot, values)
 
@@ -267,16 +273,19 @@ class Pipeline:
             raise FatalError(f"the results of a step did not come: {error}") from error
 
     def fetch(self, values: Tensor) -> list[list[float]]:
-        """Bring [B, K] to the host now, where a layout depends on it; waits for it, not for the stream's later work."""
-        if not values.numel():
-            return [[] for _ in range(values.shape[0])]
-        if not self.is_cuda:
-            return [list(row) for row in values.tolist()]
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        done = _event()
-        self._copy(values, host, self.results_stream, _event(), done)
-        done.synchronize()
-        return [list(row) for row in host.tolist()]
+        """Bring chances [B, K] float32 to the host now, where a layout depends on them; waits for no later work.
+
+        Raises InvariantError for more than there are drafts, or another type.
+        """
+        if values.dtype != torch.float32 or values.numel() > self._chances.numel():
+            raise InvariantError(f"{tuple(values.shape)} {values.dtype} as chances of at most {self._chances.numel()}")
+        host = values
+        if self.is_cuda and values.numel():
+            host = self._chances[: values.numel()].view(values.shape)
+            self._copy(values, host, self.results_stream, self._chances_made, self._chances_here)
+            self._chances_here.synchronize()
+        rows: list[list[float]] = host.tolist()
+        return rows
 
     def close(self) -> None:
         """End the worker thread; a walk returns in bounded time."""

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from dsparkd.errors import RequestError
 from dsparkd.grammar.spec import SOURCES
+from dsparkd.messages import MAX_TOP_LOGPROBS
 
 MAX_SEED = (1 << 63) - 1
 MAX_INT = (1 << 31) - 1
@@ -229,7 +230,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
     functions: None = None
     function_call: None = None
@@ -242,7 +243,7 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     suffix: None = None
     best_of: None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
     routed_dp_ranks: list[int | None] | None = None
 

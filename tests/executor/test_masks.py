@@ -65,7 +65,7 @@ class Desk:
 
     def __init__(self, traversal: Traversal, rows: int, width: int, timeout_s: float, hang_s: float, **rest: Any):
         self.masker = Masker(traversal, rows, width, VOCAB, timeout_s, hang_s, **rest)
-        self.pipeline = Pipeline(rows, width, width, VOCAB, CPU)
+        self.pipeline = Pipeline(rows, width, width, VOCAB, 4096, CPU)
 
     def fill(self, rows: Sequence[PlanRow], drafts: Sequence[tuple[int, ...]] = ()) -> Filled | None:
         drafts = drafts or ((),) * len(rows)

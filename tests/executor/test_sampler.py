@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow
+from dsparkd.executor.sampler import Choices, PromptRow, Sampler, SampleRow, most_values
 from dsparkd.kernels import noise
-from dsparkd.messages import SamplingParams
+from dsparkd.messages import MAX_TOP_LOGPROBS, SamplingParams
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=16, seed=1, temperature=0.0)
@@ -248,6 +248,13 @@ def test_a_chunk_that_samples_nothing_still_reads_its_prompt() -> None:
 
     assert got.token_ids == ()
     assert [entry.token_id for entry in got.prompt_logprobs[0]] == [3, 4]
+
+
+def test_d04_no_step_gives_more_values_than_memory_is_held_for() -> None:
+    """D-04: every sample and prompt token with as many alternatives as a client may ask for, neither more nor fewer."""
+    rows = [sample(place, changed(GREEDY, top_logprobs=MAX_TOP_LOGPROBS)) for place in range(3)]
+    drawn = plain_sampler().draw(logits_of(5), rows, [PromptRow(3, (4, 5), MAX_TOP_LOGPROBS)])
+    assert drawn.values.numel() == most_values(3, 2)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=4, seed=1), MIXED[6]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import threading
 import weakref
@@ -21,7 +20,7 @@ from dsparkd.grammar import pipeline as module
 from dsparkd.grammar.pipeline import NUM_SLOTS, Pipeline, Slot, Stage, Timings
 from dsparkd.native.traversal import Walk
 
-ROWS, WIDTH, VOCAB = 6, 4, 300
+ROWS, WIDTH, VOCAB, RESULTS = 6, 4, 300, 64
 WORDS = -(-VOCAB // 32)
 CPU = torch.device("cpu")
 WAIT_S = 20  # longer than any of this takes
@@ -65,7 +64,7 @@ def ids_of(number: int, device: torch.device = CPU) -> torch.Tensor:
 
 
 def open_pipeline(device: torch.device = CPU) -> Pipeline:
-    return Pipeline(ROWS, WIDTH, WIDTH, VOCAB, device)
+    return Pipeline(ROWS, WIDTH, WIDTH, VOCAB, RESULTS, device)
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_d06_other_ids_are_refused_before_anything_is_taken(pipeline: Pipeline, 
 
 def test_d06_grammars_need_a_pipeline_that_has_masks() -> None:
     """D-06: the kind of work that a rank without grammars can never have."""
-    bare = Pipeline(ROWS, WIDTH, 0, 0, CPU)
+    bare = Pipeline(ROWS, WIDTH, 0, 0, RESULTS, CPU)
     with pytest.raises(InvariantError, match="without masks"):
         bare.begin(ids_of(1), Marking())
 
@@ -255,19 +254,27 @@ def slots_of(own: Pipeline) -> tuple[Slot, ...]:
     return own._slots
 
 
+def host_memory(own: Pipeline) -> list[torch.Tensor]:
+    """Everything that copies come to on the host or leave it from."""
+    return [own._chances, *(tensor for slot in slots_of(own) for tensor in (slot.ids, slot.mask, slot.results))]
+
+
 def addresses(own: Pipeline) -> list[int]:
-    return [tensor.data_ptr() for slot in slots_of(own) for tensor in (slot.ids, slot.mask, slot.words, slot.results)]
+    return [tensor.data_ptr() for tensor in (*host_memory(own), *(slot.words for slot in slots_of(own)))]
 
 
 def run_steps(own: Pipeline, count: int, device: torch.device = CPU) -> None:
-    ids, values = ids_of(4, device), torch.ones(9, dtype=torch.float64, device=device)
+    """Steps with drafts, compact layouts, grammars, and as many results as there is room for."""
+    ids, values = ids_of(4, device), torch.ones(RESULTS, dtype=torch.float64, device=device)
+    chances = torch.full((ROWS, WIDTH - 1), 0.5, device=device)
     work = Marking()
     for _ in range(count):
+        assert own.fetch(chances) == [[0.5] * (WIDTH - 1)] * ROWS
         slot = own.begin(ids, work)
         own.launched(slot)
         own.finish(slot)
         own.emit(slot, values)
-        assert own.consume(slot) == [1.0] * 9
+        assert own.consume(slot) == [1.0] * RESULTS
 
 
 def test_d04_memory_is_made_once(pipeline: Pipeline) -> None:
@@ -276,10 +283,41 @@ def test_d04_memory_is_made_once(pipeline: Pipeline) -> None:
     run_steps(pipeline, 1000)
     assert addresses(pipeline) == before
     assert threading.active_count() <= threads + 1
-    held = [tensor for slot in slots_of(pipeline) for tensor in (slot.ids, slot.results, slot.mask)]
-    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in held)
-    assert num_bytes == Pipeline.reserved_bytes(ROWS, WIDTH, WIDTH, VOCAB)[0]
-    assert num_bytes == 2 * (ROWS * WIDTH * 8 + 4096 * 8 + ROWS * WIDTH * WORDS * 4)
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in host_memory(pipeline))
+    assert num_bytes == Pipeline.reserved_bytes(ROWS, WIDTH, WIDTH, VOCAB, RESULTS)[0]
+    assert num_bytes == 2 * (ROWS * WIDTH * 8 + RESULTS * 8 + ROWS * WIDTH * WORDS * 4) + ROWS * WIDTH * 4
+
+
+def test_d04_more_results_than_there_is_room_for_are_refused(pipeline: Pipeline) -> None:
+    """D-04: memory grows in no step; as many as there is room for come back."""
+    for count, fits in ((RESULTS, True), (RESULTS + 1, False)):
+        slot = pipeline.begin(None, None)
+        pipeline.launched(slot)
+        pipeline.finish(slot)
+        values = torch.arange(count, dtype=torch.float64)
+        if not fits:
+            with pytest.raises(InvariantError, match=f"gave {count} results, and no step gives more than {RESULTS}"):
+                pipeline.emit(slot, values)
+            continue
+        pipeline.emit(slot, values)
+        assert pipeline.consume(slot) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    "chances", [torch.zeros((ROWS, WIDTH - 1), dtype=torch.float64), torch.zeros((ROWS + 1, WIDTH))]
+)
+def test_d04_other_chances_are_refused(pipeline: Pipeline, chances: torch.Tensor) -> None:
+    """D-04: they come to memory of one type, as much as there are drafts; anything else would be converted or grow."""
+    with pytest.raises(InvariantError, match="as chances of at most 24"):
+        pipeline.fetch(chances)
+
+
+def test_chances_come_row_by_row_and_may_be_none(pipeline: Pipeline) -> None:
+    """A rank without rows takes part in a compact step, too."""
+    chances = torch.tensor([[0.5, 0.25], [1.0, 0.0]])
+    assert pipeline.fetch(chances) == [[0.5, 0.25], [1.0, 0.0]]
+    assert pipeline.fetch(chances[:0]) == []
+    assert pipeline.fetch(torch.zeros((2, 0))) == [[], []]
 
 
 class Instant:
@@ -349,15 +387,25 @@ def on_device(device: torch.device) -> Iterator[Pipeline]:
 
 
 @pytest.mark.gpu
-def test_d04_no_step_takes_memory_of_host_or_device(on_device: Pipeline, device: torch.device) -> None:
+def test_d04_no_step_takes_memory_of_host_or_device(
+    on_device: Pipeline, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D-04: both allocators' counters are the same before and after 1,000 steps; memory is pinned and where it was."""
 
     def counters() -> tuple[int, int]:
         return torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
-    ids, values, work = ids_of(4, device), torch.ones(9, dtype=torch.float64, device=device), Marking()
+    def refuse(*_arguments: object, **_options: object) -> torch.Tensor:
+        raise AssertionError("a step makes nothing of its own")
+
+    ids, values, work = ids_of(4, device), torch.ones(RESULTS, dtype=torch.float64, device=device), Marking()
+    chances = torch.full((ROWS, WIDTH - 1), 0.5, device=device)
     before, places = counters(), addresses(on_device)
+    for name in ("empty", "zeros", "full"):
+        monkeypatch.setattr(torch, name, refuse)
+    monkeypatch.setattr(module, "_event", refuse)
     for _ in range(1000):
+        on_device.fetch(chances)
         slot = on_device.begin(ids, work)
         on_device.launched(slot)
         on_device.finish(slot)
@@ -365,9 +413,9 @@ def test_d04_no_step_takes_memory_of_host_or_device(on_device: Pipeline, device:
         on_device.consume(slot)
     assert counters() == before
     assert addresses(on_device) == places
-    assert all(tensor.is_pinned() for slot in slots_of(on_device) for tensor in (slot.ids, slot.mask, slot.results))
+    assert all(tensor.is_pinned() for tensor in host_memory(on_device))
     words = sum(slot.words.numel() * 4 for slot in slots_of(on_device))
-    assert words == Pipeline.reserved_bytes(ROWS, WIDTH, WIDTH, VOCAB)[1]
+    assert words == Pipeline.reserved_bytes(ROWS, WIDTH, WIDTH, VOCAB, RESULTS)[1]
 
 
 @pytest.mark.gpu
@@ -488,11 +536,12 @@ def test_d21_a_results_thread_that_raises_fails_the_pair(
 
 
 @pytest.mark.gpu
-def test_more_results_than_ever_are_all_there(on_device: Pipeline, device: torch.device) -> None:
-    """Log-probabilities of a long prompt: memory grows once, and holds."""
-    for count, _ in itertools.product((module.RESULTS + 1, 3 * module.RESULTS, 7), range(2)):
-        slot = on_device.begin(None, None)
-        on_device.launched(slot)
-        on_device.finish(slot)
-        on_device.emit(slot, torch.arange(count, dtype=torch.float64, device=device))
-        assert on_device.consume(slot) == list(range(count))
+def test_d04_chances_are_those_of_their_step(on_device: Pipeline, device: torch.device) -> None:
+    """D-04, D-18: one piece of memory serves every step, because nobody goes on before it was read."""
+    chances = torch.zeros((ROWS, WIDTH - 1), device=device)
+    for number in range(200):
+        sleep(0.05)
+        chances.fill_(number)
+        got = on_device.fetch(chances)
+        chances.fill_(-1.0)
+        assert got == [[float(number)] * (WIDTH - 1)] * ROWS
