@@ -493,7 +493,7 @@ def draft_paths(
     costs = "no cost table, so every draft pays"
     if table is not None:
         origin = table.origin
-        costs = f"costs measured on {origin.machine} at {origin.measured} with {origin.checkpoint}"
+        costs = f"{config.cost_table}, measured on {origin.machine} at {origin.measured} with {origin.checkpoint}"
     return drafts, PathState("dspark_compact", "active", f'dspark.verify = "compact", {costs}')
 
 

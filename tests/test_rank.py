@@ -579,18 +579,21 @@ def test_m06_every_way_of_drafting_says_why() -> None:
     origin = Origin(machine="lab", device="cpu", dtype="float32", checkpoint="nano", measured="2026-11-30T00:00:00Z")
     one = ((1.0, 1.0), (1.0, 1.0))
     table = CostTable(version=1, origin=origin, rows=(1, 2), widths=(1, 6), verify_s=one, draft_s=(1.0, 1.0))
+    costs = "conf/costs.json, measured on lab at 2026-11-30T00:00:00Z with nano"
+    compact = SpeculationConfig(enabled=True, verify="compact", cost_table="conf/costs.json")
     cases = [
-        (SpeculationConfig(), 0, None, ("off", "off"), "dspark.enabled = false"),
-        (SpeculationConfig(enabled=True, max_verify=0), 0, None, ("off", "off"), "dspark.max_verify = 0"),
-        (SpeculationConfig(enabled=True), 3, None, ("active", "off"), "up to 3 of 5 drafts"),
-        (SpeculationConfig(enabled=True, verify="compact"), 5, None, ("active", "active"), "every draft pays"),
-        (SpeculationConfig(enabled=True, verify="compact"), 5, table, ("active", "active"), "measured on lab"),
+        (SpeculationConfig(), 0, None, ("off", "off"), ("dspark.enabled = false",)),
+        (SpeculationConfig(enabled=True, max_verify=0), 0, None, ("off", "off"), ("dspark.max_verify = 0",)),
+        (SpeculationConfig(enabled=True), 3, None, ("active", "off"), ("up to 3 of 5 drafts", '"coupled"', '= "all"')),
+        (SpeculationConfig(enabled=True, acceptance="rejection"), 5, None, ("active", "off"), ('"rejection"',)),
+        (compact, 5, None, ("active", "active"), ("every draft pays", '= "compact"')),
+        (compact, 5, table, ("active", "active"), ("up to 5 of 5 drafts", '= "compact"', costs)),
     ]
-    for config, most, costs, states, words in cases:
-        paths = rank.draft_paths(config, most, 5, costs)
+    for config, most, measured, states, words in cases:
+        paths = rank.draft_paths(config, most, 5, measured)
         assert [path.path for path in paths] == ["dspark", "dspark_compact"]
         assert tuple(path.state for path in paths) == states
-        assert words in paths[0].why + paths[1].why
+        assert all(word in paths[0].why + paths[1].why for word in words)
 
 
 def test_m06_graphs_say_why_they_are_off() -> None:
