@@ -61,6 +61,9 @@ SURVIVOR_GRACE_S = 5.0  # L-38: how long the others get after an unexpected end
 # For the last bytes of responses that have their final event, and for refusals, which a busy machine makes slowly: a
 # request that is cut off before its first byte gets a bare 500. Only a client that does not read makes anybody wait.
 HTTP_GRACE_S = 5.0
+# How long a connection without a request is kept. Proxies keep theirs for 60 s, and send the next request into one that
+# is being closed here otherwise; a POST is not tried again by them.
+KEEP_ALIVE_S = 75.0
 BACKLOG = 1024  # connections that wait to be accepted
 UNREAD_TIMEOUT_MS = 60_000  # how long the kernel keeps a connection whose other end takes nothing more
 CAUSE_WINDOW_S = 0.5  # how much later than its sender's end a message may be read that says more than the end
@@ -326,6 +329,21 @@ def bind_listener(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def http_settings(descriptor: int) -> hypercorn.Config:
+    """What the HTTP library is told. descriptor: a listening socket, which it takes over."""
+    import hypercorn
+
+    server = hypercorn.Config()
+    server.bind = [f"fd://{descriptor}"]
+    server.backlog = BACKLOG
+    server.accesslog = None
+    server.errorlog = None
+    server.include_server_header = False
+    server.graceful_timeout = HTTP_GRACE_S
+    server.keep_alive_timeout = KEEP_ALIVE_S
+    return server
+
+
 class Supervisor:
     """Brings the server up, keeps it, takes it down. One instance, one `run`, owned by the event loop."""
 
@@ -500,20 +518,11 @@ class Supervisor:
 
     def _listen(self) -> hypercorn.Config:
         """Open the reserved address: connections wait from here on. Raises ConfigError."""
-        import hypercorn
-
         try:
             self._listener.listen(BACKLOG)
         except OSError as error:
             raise ConfigError("server.port", self._config.server.port, f"cannot listen ({error.strerror})") from error
-        server = hypercorn.Config()
-        server.bind = [f"fd://{self._listener.detach()}"]
-        server.backlog = BACKLOG
-        server.accesslog = None
-        server.errorlog = None
-        server.include_server_header = False
-        server.graceful_timeout = HTTP_GRACE_S
-        return server
+        return http_settings(self._listener.detach())
 
     async def _serve_http(self, app: Starlette, server: hypercorn.Config) -> None:
         import hypercorn.asyncio

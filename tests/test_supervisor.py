@@ -19,7 +19,7 @@ from dsparkd import metrics, system
 from dsparkd.config import ServerConfig
 from dsparkd.errors import ConfigError, FatalError
 from dsparkd.messages import CrashReport
-from dsparkd.supervisor import Child, ChildWatch, bind_listener, describe_failure
+from dsparkd.supervisor import Child, ChildWatch, bind_listener, describe_failure, http_settings
 from tools.harness import ROOT, Server, Tables, alive, free_port
 
 FAKE_SERVER = (sys.executable, str(ROOT / "tests" / "fake_server.py"))
@@ -107,6 +107,20 @@ def test_an_idle_stop_is_clean_and_in_order(server: Server) -> None:
     assert all(end["exit_code"] == 0 and end["expected"] for end in ends)
     assert not [fields for fields in server.events() if fields["level"] in ("error", "warning")]
     assert_nothing_left(server)
+
+
+def test_an_idle_connection_outlives_a_proxys_but_not_the_stop(server: Server) -> None:
+    """A proxy that keeps one for 60 s must not send a request into its end; a stop does not wait for it."""
+    assert http_settings(0).keep_alive_timeout > 60
+    with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
+        sock.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+        server.send_signal(signal.SIGTERM)
+
+        while sock.recv(1 << 16):
+            pass
+    assert server.wait_exit(20) == 0
 
 
 def test_running_streams_finish_before_the_ranks_stop_and_new_work_is_refused(server: Server) -> None:
