@@ -219,9 +219,7 @@ class VerifyShape:
         """Which entries close, with sentinels behind them, and how many each token sees."""
         part = {name: words[f"{ratio.name}.{name}"] for name in ("closing", "slots", "starts", "offsets", "places")}
         self._place(words[f"{ratio.name}.dst"], tokens, ratio.ring)
-        counts = words[f"{ratio.name}.counts"]
-        counts[:] = (tokens.position + 1) // ratio.ratio
-        counts[tokens.num_tokens :] = 0
+        words[f"{ratio.name}.counts"][:] = (tokens.position + 1) // ratio.ratio  # padding, at position 0, sees none
         row, entry = ranges(tokens.starts // ratio.ratio, tokens.ends // ratio.ratio)
         m = len(entry)
         if m > ratio.capacity:

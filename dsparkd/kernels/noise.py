@@ -71,4 +71,8 @@ def gumbel_of_words(words: Tensor) -> Tensor:
 
 def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int, stream: int = SAMPLING) -> Tensor:
     """Return the Gumbel noise of each row: [B, V] float32. Arguments as for random_words."""
+    if seeds.is_cuda:
+        from dsparkd.kernels.cuda import noise as triton_noise  # a cpu start imports no triton
+
+        return triton_noise.gumbel(seeds, choices, positions, vocab_size, stream)
     return gumbel_of_words(random_words(seeds, choices, positions, vocab_size, stream))
