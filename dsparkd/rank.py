@@ -43,7 +43,7 @@ from dsparkd.errors import (
 )
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.costs import CostTable, load_cost_table
-from dsparkd.executor.device import TorchDriver, require_device
+from dsparkd.executor.device import TorchDriver, require_device, room_for
 from dsparkd.executor.executor import Executor, rank_device
 from dsparkd.executor.graphs import Graphs
 from dsparkd.executor.masks import Masker
@@ -194,7 +194,9 @@ class Rank:
             shares_device=config.engine.shared_device,
         )
         self._progress("groups", 1, 1)
-        self._executor = executor = Executor.build(config, dp_rank, groups.expert_exchange(), self._progress, masker)
+        exchange = groups.expert_exchange()
+        with room_for("weights and kv pools"):
+            self._executor = executor = Executor.build(config, dp_rank, exchange, self._progress, masker)
         self._loop = self._build_loop(executor, groups, desk)
         # One rank may have loaded for minutes longer; from here on both are in step.
         groups.barrier(timeouts.startup_timeout_s)
@@ -202,7 +204,8 @@ class Rank:
             self._native.prove(timeouts.timeout_s)
         self._progress("warm_up", 0, 1)
         plans = warm_up_plans(config, executor.sizes.num_pages, self._max_drafts)
-        longest_tick_s = warm_up(executor, plans, WARM_UP_PASSES[config.engine.device], time.monotonic_ns)
+        with room_for("the largest steps"):
+            longest_tick_s = warm_up(executor, plans, WARM_UP_PASSES[config.engine.device], time.monotonic_ns)
         require_fresh_snapshots(config.health, longest_tick_s)
         require_patient_senders(config.routing, longest_tick_s)
         self._capture(executor, model_config.gamma)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +85,20 @@ def require_device(config: Config, model: ModelConfig, dp_rank: int, driver: Dri
             "use two GPUs of one NVLink or PCIe domain, and a driver that lets them read each other",
         )
     _require_memory(config, model, gpu, index)
+
+
+@contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """Turn a device that runs out of memory inside into CapabilityError: a start that fails so would fail again."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # torch says how much was asked for, and how much was free.
+        raise CapabilityError(
+            FEATURE,
+            f"device memory for {what} ({str(error).splitlines()[0]})",
+            "leave more of it to activations: a smaller kv.device_fraction, kv.device_bytes or scheduler.chunk_tokens",
+        ) from error
 
 
 def _require_memory(config: Config, model: ModelConfig, gpu: Gpu, index: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from dsparkd.config import Config, EngineConfig, KVConfig, SpeculationConfig
 from dsparkd.errors import CapabilityError, ConfigError
-from dsparkd.executor.device import Gpu, require_device
+from dsparkd.executor.device import Gpu, require_device, room_for
 from dsparkd.model.config import parse_model_config
 from tests.model.values import flash_values
 
@@ -123,3 +124,15 @@ def test_a_fraction_of_what_the_weights_leave_must_hold_one_sequence() -> None:
         require_device(
             config_of(None, fraction=0.5), MODEL, 0, FakeDriver(gpus=(replace(H200, free_bytes=10 * GIB),) * 2)
         )
+
+
+def test_a_device_that_runs_out_of_memory_at_start_is_no_reason_to_start_again() -> None:
+    """Exit 78 instead of 70: the same steps would need the same memory; what was asked for and free stands in it."""
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
+    with pytest.raises(CapabilityError) as error, room_for("the largest steps"):
+        raise torch.OutOfMemoryError(said + "\nmore")
+    assert f"device memory for the largest steps ({said})" in str(error.value)
+    assert "kv.device_fraction" in error.value.remedy
+    assert error.value.exit_code == 78
+    with pytest.raises(ValueError, match="other"), room_for("the largest steps"):
+        raise ValueError("other")

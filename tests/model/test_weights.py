@@ -104,6 +104,30 @@ def test_a_rank_reads_its_half_of_the_experts_and_says_how_far_it_is(small_check
     assert totals[0] == totals[1]
 
 
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = [line for line in status.splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) << 10
+
+
+def test_a_load_takes_no_memory_of_its_own_for_what_it_reads(tmp_path: Path) -> None:
+    """A checkpoint of 160 GB goes through a host that has less: files are mapped, and tensors leave from there."""
+    write_checkpoint(tmp_path, small_values(vocab_size=131072), seed=1)
+    config = load_model_config(tmp_path)
+    held: list[int] = []
+
+    def note(done: int, total: int) -> None:
+        held.append(anonymous_bytes())
+
+    with Checkpoint(tmp_path, config, torch.bfloat16, torch.device("meta"), (0, 1), note) as checkpoint:
+        before = anonymous_bytes()
+        placed = [checkpoint.linear(name) for name in ("embed", "head")]  # 16 MiB each
+        placed += [checkpoint.integer(f"layers.{layer}.ffn.gate.tid2eid") for layer in (0, 1)]
+    assert sum(tensor.numel() * tensor.itemsize for tensor in placed) > 32 << 20
+    assert max(held) - before < 2 << 20
+
+
 def test_a_tensor_that_no_layer_takes_is_noticed(small_checkpoint: Path) -> None:
     """None left over: a name that the model forgets would be a silent wrong model."""
     config = load_model_config(small_checkpoint)
