@@ -40,13 +40,10 @@ FEW = tuple(
         (64, 128, 4, 2),
         (64, 128, 4, 4),
         (64, 128, 4, 6),
-        (64, 256, 4, 2),
         (64, 256, 4, 3),
+        (64, 256, 4, 4),
         (128, 128, 4, 3),
-        (128, 128, 8, 3),
-        (128, 256, 8, 3),
-        (32, 128, 4, 4),
-        (16, 256, 4, 4),
+        (128, 128, 8, 4),
     )
 )
 MIDDLE = tuple(
@@ -54,28 +51,27 @@ MIDDLE = tuple(
     for rows, outputs, inputs, warps, stages in (
         (32, 64, 128, 4, 3),
         (32, 64, 128, 4, 4),
-        (32, 128, 128, 4, 3),
-        (32, 128, 128, 8, 3),
+        (32, 64, 256, 4, 3),
+        (32, 128, 128, 8, 4),
         (64, 64, 128, 4, 3),
         (64, 64, 128, 4, 4),
-        (64, 128, 128, 4, 3),
         (64, 128, 128, 8, 3),
         (128, 64, 128, 4, 3),
+        (128, 64, 128, 8, 3),
         (128, 128, 128, 8, 3),
     )
 )
 MANY = tuple(
     Tiles(rows, outputs, inputs, warps, stages)
     for rows, outputs, inputs, warps, stages in (
-        (64, 128, 128, 8, 3),
-        (64, 128, 128, 4, 3),
-        (128, 128, 64, 8, 3),
-        (128, 128, 64, 4, 4),
-        (128, 128, 64, 8, 4),
-        (128, 128, 128, 8, 3),
-        (256, 128, 64, 8, 3),
-        (128, 256, 64, 8, 3),
         (128, 64, 128, 4, 3),
+        (64, 128, 128, 8, 3),
+        (128, 128, 128, 8, 3),
+        (128, 128, 128, 8, 2),
+        (128, 128, 128, 4, 2),
+        (256, 64, 128, 4, 2),
+        (256, 64, 128, 8, 3),
+        (256, 128, 128, 8, 2),
     )
 )
 
@@ -111,15 +107,17 @@ class Found:
 def trials(only: str) -> Iterator[Trial]:
     """List what is tried, the most wanted first."""
     for place, candidates in (
-        (Place("experts", Format.FP4, DECODE_ROWS), FEW[:9] + MIDDLE[:8]),
-        (Place("experts", Format.FP4, 16), FEW),
+        (Place("experts", Format.FP4, DECODE_ROWS), FEW[:3] + MIDDLE[:8]),
+        (Place("experts", Format.FP4, 128), FEW),
         (Place("experts", Format.FP4, PREFILL_ROWS), MANY),
-        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE),
+        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE[4:]),
+        (Place("linear", Format.FP8, 64, 4096, 4096), FEW[:1] + MIDDLE[:7]),
         (Place("linear", Format.FP8, PREFILL_ROWS, 4096, 4096), MANY),
         (Place("linear", Format.FP8, 16, 8192, 4096), FEW),
         (Place("linear", Format.FP8, 16, 1024, 32768), FEW),
-        (Place("linear", Format.FP8, 384, 1024, 32768), MIDDLE),
-        (Place("linear", Format.DENSE, 384, 4096, 2560), MIDDLE),
+        (Place("linear", Format.FP8, 384, 1024, 32768), MIDDLE[4:]),
+        (Place("linear", Format.DENSE, 384, 4096, 2560), MIDDLE[4:]),
+        (Place("linear", Format.DENSE, 384, 4096, 129280), MIDDLE[4:]),
     ):
         if place.kernel.startswith(only):
             yield from (Trial(place, tiles) for tiles in candidates)

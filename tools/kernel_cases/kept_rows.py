@@ -40,7 +40,7 @@ def _store(tokens: int, width: int, dtype: torch.dtype, device: torch.device) ->
         ring = torch.full((3 * stored, width), UNTOUCHED, dtype=dtype, device=device)
         kernel.store(ring, dst[part], rows, src[part])
         found = ring[dst[part]]
-        ring[dst[part]] = UNTOUCHED
+        ring.index_fill_(0, dst[part], UNTOUCHED)
         return torch.cat((found.float(), (ring != UNTOUCHED).sum().float().expand(len(found), 1)), 1)
 
     def reference(part: slice) -> Tensor:

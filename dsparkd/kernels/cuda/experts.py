@@ -18,9 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.products import operand, precision
-from dsparkd.kernels.cuda.tile import FORMAT_CODES, Tiles, codes_of, scales_of, weight_tile
+from dsparkd.kernels.cuda.tile import (
+    FORMAT_CODES,
+    TURNED_ROWS,
+    Tiles,
+    codes_of,
+    input_columns,
+    scales_of,
+    turn,
+    turned_place,
+    weight_tile,
+)
 from dsparkd.kernels.experts import ExpertShard
-from dsparkd.kernels.weight import Format, stacked
+from dsparkd.kernels.weight import FP8_GROUP, Format, stacked
 
 SCAN = 1024  # choices that a program of the layout looks at in one go
 GROUP_TILES = 16  # row tiles that are computed for all columns before the next: their inputs stay in the cache
@@ -42,6 +52,8 @@ class TritonExperts:
         self._w13 = stacked(shard.w13)  # [E * 2 I, D], gate rows first
         self._w2 = stacked(shard.w2)  # [E * D, I]
         self._expert_width = shard.w2[0].shape[1]
+        # Activations come to lie in the order in which packed weights are multiplied.
+        self._is_hidden_turned = self._w2.format is not Format.DENSE and self._expert_width % FP8_GROUP == 0
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel."""
@@ -74,6 +86,10 @@ class TritonExperts:
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
         weight, width = self._w13, self._expert_width
+        is_packed = weight.format is not Format.DENSE
+        is_turned = is_packed and tiles.rows >= TURNED_ROWS and x.shape[1] % FP8_GROUP == 0
+        if is_turned:
+            x = turn(x)
         _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
             x,
             codes_of(weight),
@@ -87,6 +103,8 @@ class TritonExperts:
             self._limit,
             WIDTH=x.shape[1],
             EXPERT_WIDTH=width,
+            TURN=is_packed and not is_turned,
+            HIDDEN_TURNED=self._is_hidden_turned,
             FORMAT=FORMAT_CODES[weight.format],
             OPERAND=operand(x),
             PRECISION=precision(x),
@@ -110,6 +128,7 @@ class TritonExperts:
             len(layout.tile_experts),
             WIDTH=width,
             EXPERT_WIDTH=hidden.shape[1],
+            TURN=weight.format is not Format.DENSE and not self._is_hidden_turned,
             FORMAT=FORMAT_CODES[weight.format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
@@ -129,8 +148,9 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
         return (Tiles(16, 32, 32, 4, 2),)
     return (
         Tiles(16, 64, 128, 4, 3),
+        Tiles(32, 64, 128, 4, 3),
         Tiles(64, 64, 128, 4, 3),
-        Tiles(128, 128, 128 if form is Format.FP8 else 64, 8, 3),
+        Tiles(128, 128, 64, 8, 3) if form is Format.DENSE else Tiles(128, 64, 128, 4, 3),
     )
 
 
@@ -138,7 +158,7 @@ def choose_tiles(num_choices: int, num_experts: int, form: Format, dtype: torch.
     """Pick one of them for a number of choices over both shards: few rows a tile where experts get few."""
     shapes = tiles_of(form, dtype)
     load = num_choices // (2 * num_experts)
-    return shapes[min(sum(load > limit for limit in (32, 128)), len(shapes) - 1)]
+    return shapes[min(sum(load > limit for limit in (8, 24, 128)), len(shapes) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +282,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     limit,
     WIDTH: tl.constexpr,
     EXPERT_WIDTH: tl.constexpr,
+    TURN: tl.constexpr,
+    HIDDEN_TURNED: tl.constexpr,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -282,7 +304,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     slots = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     choice = tl.load(choices + slots)
     real = choice >= 0
-    rows = tl.where(real, choice, 0).to(tl.int64) // top_k
+    rows = (tl.where(real, choice, 0) // top_k).to(tl.int64)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < EXPERT_WIDTH
     gate_rows = expert.to(tl.int64) * (2 * EXPERT_WIDTH) + column
@@ -290,7 +312,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
-        inputs = k + tl.arange(0, BLOCK_K)
+        inputs = input_columns(k, TURN, BLOCK_K)
         mask = real[:, None] if EVEN else real[:, None] & (inputs[None, :] < WIDTH)
         part = tl.trans(tl.load(x + rows[:, None] * WIDTH + inputs[None, :], mask=mask, other=0.0)).to(OPERAND)
         gate_part = weight_tile(values, scales, gate_rows, column_ok, k, WIDTH, FORMAT, OPERAND, BLOCK_K, EVEN)
@@ -301,7 +323,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     up = tl.minimum(tl.maximum(up, -limit), limit)
     share = tl.load(shares + choice, mask=real, other=0.0)
     activated = gate / (1.0 + tl.exp(-gate)) * up * share[None, :]
-    places = hidden + slots[:, None].to(tl.int64) * EXPERT_WIDTH + column[None, :]
+    place = turned_place(column) if HIDDEN_TURNED else column
+    places = hidden + slots[:, None].to(tl.int64) * EXPERT_WIDTH + place[None, :]
     tl.store(places, tl.trans(activated).to(hidden.dtype.element_ty), mask=column_ok[None, :])
 
 
@@ -315,6 +338,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     num_tiles,
     WIDTH: tl.constexpr,
     EXPERT_WIDTH: tl.constexpr,
+    TURN: tl.constexpr,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -335,7 +359,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     weight_rows = expert.to(tl.int64) * WIDTH + column
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, EXPERT_WIDTH, BLOCK_K):
-        inputs = k + tl.arange(0, BLOCK_K)
+        inputs = input_columns(k, TURN, BLOCK_K)
         places = hidden + slots[:, None] * EXPERT_WIDTH + inputs[None, :]
         if EVEN:
             part = tl.trans(tl.load(places)).to(OPERAND)

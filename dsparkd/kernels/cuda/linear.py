@@ -20,8 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.products import operand, precision
-from dsparkd.kernels.cuda.tile import FORMAT_CODES, Tiles, codes_of, scales_of, weight_tile
-from dsparkd.kernels.weight import Format, Weight
+from dsparkd.kernels.cuda.tile import (
+    FORMAT_CODES,
+    TURNED_ROWS,
+    Tiles,
+    codes_of,
+    input_columns,
+    scales_of,
+    turn,
+    weight_tile,
+)
+from dsparkd.kernels.weight import FP8_GROUP, Format, Weight
 
 SPLIT_OUTPUTS = 64  # outputs of one program, as the number of splits is reckoned
 SPLIT_INPUTS = 512  # the least inputs of a split
@@ -78,6 +87,10 @@ class TritonLinear:
         if spread is None:
             spread = self._is_spread(M, tiles)
         programs = triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs)
+        is_packed = weight.format is not Format.DENSE
+        is_turned = is_packed and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
+        if is_turned:
+            x = turn(x)
         parts = out  # not touched where a program has all splits
         if spread:
             parts = torch.empty((self._splits, M, O), dtype=torch.float32, device=x.device)
@@ -93,6 +106,7 @@ class TritonLinear:
             INPUTS=I,
             SPLITS=self._splits,
             SPREAD=spread,
+            TURN=is_packed and not is_turned,
             GROUPS=self._groups,
             FORMAT=FORMAT_CODES[weight.format],
             OPERAND=operand(x),
@@ -131,7 +145,7 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
         Tiles(16, 64, 128, 4, 4),
         Tiles(32, 64, 128, 4, 4),
         Tiles(64, 64, 128, 4, 3),
-        Tiles(128, 128, 128 if form is Format.FP8 else 64, 8, 3),
+        Tiles(128, 128, 64, 8, 3) if form is Format.DENSE else Tiles(128, 128, 128, 8, 3),
     )
 
 
@@ -154,6 +168,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPREAD: tl.constexpr,
+    TURN: tl.constexpr,
     GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -185,7 +200,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         split = tl.program_id(1)
         total = _sum_inputs(
             inputs, values, scales, column, column_ok, row_ok, split * LENGTH,
-            LENGTH, INPUTS, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+            LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         size = num_rows.to(tl.int64) * outputs
         tl.store(parts + split * size + places, tl.trans(total), mask=mask)
@@ -200,7 +215,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     elif SPLITS == 1:
         total = _sum_inputs(
             inputs, values, scales, column, column_ok, row_ok, 0,
-            LENGTH, INPUTS, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+            LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
     else:
@@ -208,7 +223,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         for split in range(SPLITS):
             total += _sum_inputs(
                 inputs, values, scales, column, column_ok, row_ok, split * LENGTH,
-                LENGTH, INPUTS, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+                LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
 
@@ -216,13 +231,13 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_inputs(  # type: ignore[no-untyped-def]
     inputs, values, scales, column, column_ok, row_ok, first,
-    LENGTH: tl.constexpr, INPUTS: tl.constexpr, FORMAT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LENGTH: tl.constexpr, INPUTS: tl.constexpr, TURN: tl.constexpr, FORMAT: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum over LENGTH inputs from `first` on: [BLOCK_N, BLOCK_M] float32, as one chain."""
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(first, first + LENGTH, BLOCK_K):
-        index = k + tl.arange(0, BLOCK_K)
+        index = input_columns(k, TURN, BLOCK_K)
         mask = row_ok[:, None] if EVEN else row_ok[:, None] & (index[None, :] < INPUTS)
         part = tl.trans(tl.load(inputs + index[None, :], mask=mask, other=0.0)).to(OPERAND)
         weight = weight_tile(values, scales, column.to(tl.int64), column_ok, k, INPUTS, FORMAT, OPERAND, BLOCK_K, EVEN)
