@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
@@ -29,6 +30,7 @@ from dsparkd.messages import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprob
 GREEDY_TEMPERATURE = 1e-5
 # A penalty near 0 multiplies a score out of float32; an infinite one could not be told from a broken model's.
 MAX_SCORE = 1e30
+_ZERO = np.float32(0)
 # Rows of prompt log-probabilities looked at together: their int64 keys take 8 bytes a vocabulary id.
 PROMPT_ROWS = 256
 
@@ -165,13 +167,10 @@ class Sampler:
         return probs.gather(1, ids[:, None]).squeeze(1), ids
 
     def _apply_rules(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
-        """Edit logits in place by all that comes before temperature."""
-        for i, sample in enumerate(samples):
-            if _edits(sample):
-                self._edit(logits[i], sample)
+        """Edit logits [R, V], contiguous, in place by all that comes before temperature; each rule in all its rows."""
+        self._penalize(logits, samples)
         self._mask(logits, samples, words)
-        for i, sample in enumerate(samples):
-            self._hold_back_ends(logits[i], sample)
+        self._hold_back_ends(logits, samples)
         if self._no_token is not None:
             logits += self._no_token
 
@@ -188,22 +187,33 @@ class Sampler:
         noisy_best, noisy_ids = _best(self._noisy(logits.index_select(0, rows), [samples[i] for i in drawn]))
         return best.index_copy_(0, rows, noisy_best), ids.index_copy_(0, rows, noisy_ids)
 
-    def _edit(self, row: Tensor, sample: SampleRow) -> None:
-        """Apply penalties, biases and min_tokens to one row of logits [V] in place."""
-        params = sample.sampling
-        if params.repetition_penalty != 1.0:
-            seen = self._ids({*sample.prompt_ids, *sample.output_ids})
-            scores = row[seen]
-            factor = params.repetition_penalty
-            penalized = torch.where(scores > 0, scores / factor, scores * factor)
-            row[seen] = penalized.clamp_(-MAX_SCORE, MAX_SCORE)
-        if sample.output_ids and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
-            ids, times = np.unique(np.array(sample.output_ids, np.int64), return_counts=True)
-            emitted, counts = upload(ids, self._device), upload(times.astype(np.int64), self._device)
-            row[emitted] -= counts * params.frequency_penalty + params.presence_penalty
-        if params.logit_bias:
-            biased, biases = zip(*params.logit_bias, strict=True)
-            row[self._ids(biased)] += upload(np.array(biases, np.float32), self._device)
+    def _penalize(self, logits: Tensor, samples: Sequence[SampleRow]) -> None:
+        """Apply penalties and biases; places are flat, and distinct within each rule."""
+        flat, vocab = logits.view(-1), logits.shape[1]
+        repeated, counted, biased = _Places(vocab), _Places(vocab), _Places(vocab)
+        for i, sample in enumerate(samples):
+            params = sample.sampling
+            if params.repetition_penalty != 1.0:
+                seen = {*sample.prompt_ids, *sample.output_ids}
+                repeated.add(i, np.fromiter(seen, np.int64, len(seen)), np.float32(params.repetition_penalty))
+            if sample.output_ids and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
+                ids, times = np.unique(np.array(sample.output_ids, np.int64), return_counts=True)
+                by_count = times.astype(np.float32) * np.float32(params.frequency_penalty)
+                counted.add(i, ids, by_count + np.float32(params.presence_penalty))
+            if params.logit_bias:
+                bias_ids, biases = zip(*params.logit_bias, strict=True)
+                biased.add(i, np.array(bias_ids, np.int64), np.array(biases, np.float32))
+        if repeated.places:
+            index, factors = repeated.upload(self._device)
+            scores = flat.index_select(0, index)
+            scores = torch.where(scores > 0, scores / factors, scores * factors).clamp_(-MAX_SCORE, MAX_SCORE)
+            flat.index_copy_(0, index, scores)
+        if counted.places:
+            index, penalties = counted.upload(self._device)
+            flat.index_copy_(0, index, flat.index_select(0, index) - penalties)
+        if biased.places:
+            index, added = biased.upload(self._device)
+            flat.index_copy_(0, index, flat.index_select(0, index) + added)
 
     def _mask(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
         """Take what the grammars forbid out of their rows; touches no other row."""
@@ -217,25 +227,38 @@ class Sampler:
         index = self._ids(rows)
         logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(~allowed, -math.inf))
 
-    def _hold_back_ends(self, row: Tensor, sample: SampleRow) -> None:
-        """Let the text go on: below min_tokens, and before a grammar begins.
+    def _hold_back_ends(self, logits: Tensor, samples: Sequence[SampleRow]) -> None:
+        """Let texts go on: below min_tokens, and before a grammar begins.
 
         Where a grammar allows nothing but the end, the end stays (D-26). No host sync.
         """
+        vocab = logits.shape[1]
+        free, held = _Places(vocab), _Places(vocab)
+        held_rows: list[int] = []
+        for i, sample in enumerate(samples):
+            ends = self._held_back(sample)
+            if ends and sample.mask_row is None:
+                free.add(i, np.array(ends, np.int64))
+            elif ends:
+                held.add(len(held_rows), np.array(ends, np.int64))
+                held_rows.append(i)
+        if free.places:
+            logits.view(-1).index_fill_(0, free.index(self._device), -math.inf)
+        if held_rows:
+            rows = self._ids(held_rows)
+            whole = logits.index_select(0, rows)
+            without = whole.clone()
+            without.view(-1).index_fill_(0, held.index(self._device), -math.inf)
+            goes_on = without.isfinite().any(dim=1, keepdim=True)
+            logits.index_copy_(0, rows, torch.where(goes_on, without, whole))
+
+    def _held_back(self, sample: SampleRow) -> tuple[int, ...]:
+        """Ids that would end a text that has to go on."""
         params = sample.sampling
         ends: tuple[int, ...] = ()
         if len(sample.output_ids) < params.min_tokens:
             ends = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self._eos_ids)
-        if sample.keeps_on:
-            ends = (*ends, *self._eos_ids)
-        if not ends:
-            return
-        if sample.mask_row is None:
-            row.index_fill_(0, self._ids(ends), -math.inf)
-            return
-        without = row.clone()
-        without.index_fill_(0, self._ids(ends), -math.inf)
-        row.copy_(torch.where(without.isfinite().any(), without, row))
+        return (*ends, *self._eos_ids) if sample.keeps_on else ends
 
     def _noisy(self, logits: Tensor, samples: Sequence[SampleRow]) -> Tensor:
         """Return scores plus noise [R, V]; every row has a temperature above 0."""
@@ -335,15 +358,26 @@ class Sampler:
         return upload(np.array(values, np.float64), self._device)
 
 
-def _edits(sample: SampleRow) -> bool:
-    """Whether any rule changes this row's logits before temperature."""
-    params = sample.sampling
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or bool(params.logit_bias)
-    )
+class _Places:
+    """Places in logits [R, V] laid flat, and a number for each."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.places: list[NDArray[np.int64]] = []
+        self._numbers: list[NDArray[np.float32]] = []
+        self._vocab_size = vocab_size
+
+    def add(self, row: int, ids: NDArray[np.int64], numbers: NDArray[np.float32] | np.float32 = _ZERO) -> None:
+        """Take ids of one row, with a number each or one for all."""
+        self.places.append(ids + row * self._vocab_size)
+        self._numbers.append(np.broadcast_to(numbers, ids.shape))
+
+    def index(self, device: torch.device) -> Tensor:
+        """The places, int64."""
+        return upload(np.concatenate(self.places), device)
+
+    def upload(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The places, and their numbers, float32."""
+        return self.index(device), upload(np.concatenate(self._numbers), device)
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
