@@ -188,6 +188,34 @@ async def test_a_stream_read_to_its_end_is_not_logged_as_left_and_keeps_its_conn
     assert [event.get("client_left") for event in events if event["event"] == "http_request"] == [None, None]
 
 
+@pytest.mark.parametrize("end", ["fin", "rst"])
+async def test_a_client_that_leaves_with_a_request_in_waiting_leaves_no_task(server: Listening, end: str) -> None:
+    """R34: the task that would have read the second request waited for ever, and each stop for it."""
+    backend = server.backend
+    reader, writer = await server.connect()
+    for name in ("first", "second"):
+        raw = json.dumps(request(name, stream=True, routed_dp_rank=0)).encode()
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    await backend.until(lambda: backend.ranks[0].request_ids == ["first"])
+    await server.admit_all()
+    await backend.say(text_delta("first", "x", (7,)))
+    await reader.readuntil(b"x")
+    if end == "rst":
+        reset(writer)
+    else:
+        writer.close()
+    while not backend.ranks[0].aborted:
+        await backend.say(text_delta("first", "y" * 1000, (7,)))
+        await asyncio.sleep(0.01)
+    assert backend.ranks[0].aborted == ["first"]
+    assert backend.ranks[0].request_ids == ["first"]
+
+    def connections() -> list[asyncio.Task[object]]:
+        return [task for task in asyncio.all_tasks() if "_server_callback" in repr(task.get_coro())]
+
+    await backend.until(lambda: connections() == [])
+
+
 async def test_decision_17_a_client_that_does_not_read_is_aborted_alone(checkpoint: Path) -> None:
     """Decision 17: beyond limits.stream_buffer_bytes it is aborted; the others' streams are not touched."""
     async with listening(checkpoint, LimitsConfig(stream_buffer_bytes=4096)) as server:
