@@ -130,10 +130,12 @@ def test_d06_other_ids_are_refused_before_anything_is_taken(pipeline: Pipeline, 
 
 
 def test_d06_grammars_need_a_pipeline_that_has_masks() -> None:
-    """D-06: the kind of work that a rank without grammars can never have."""
+    """D-06: the kind of work that a rank without grammars can never have; no slot has gone."""
     bare = Pipeline(ROWS, WIDTH, 0, 0, RESULTS, CPU)
-    with pytest.raises(InvariantError, match="without masks"):
+    with pytest.raises(InvariantError, match="a step with grammars in a pipeline without masks"):
         bare.begin(ids_of(1), Marking())
+    for number in range(NUM_SLOTS):
+        assert bare.begin(ids_of(number), None).stage is Stage.BEGUN
 
 
 def test_d07_the_walk_goes_on_beside_what_the_tick_thread_does(pipeline: Pipeline) -> None:

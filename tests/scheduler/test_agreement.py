@@ -103,6 +103,18 @@ def test_the_fields_are_those_of_the_table(chunk: int, rows: int, expected: tupl
     assert tuple(payload(chunk, rows).vote) == expected
 
 
+@pytest.mark.parametrize("draft_graphs", [(0, 1), (1, 1)])
+@pytest.mark.parametrize("prefixes", [(7, 0), (0, 7), (7, 7)])
+def test_extra_words_are_combined_as_the_table_says(prefixes: tuple[int, int], draft_graphs: tuple[int, int]) -> None:
+    """X-10: contracts 4.2: the longest prefix of both, and a draft graph only where both have one, on either rank."""
+    both = [
+        payload(300)._replace(extra=PlanExtra(longest_prefix=longest, draft_graph_ok=graph, tick=1))
+        for longest, graph in zip(prefixes, draft_graphs, strict=True)
+    ]
+    for got in (agree(*both), agree(*both[::-1])):
+        assert (got.longest_prefix, got.draft_graph) == (7, all(draft_graphs))
+
+
 @pytest.mark.parametrize("chunk", [0, 300])
 def test_decode_graphs_are_voted_for_where_they_are_on(chunk: int) -> None:
     """X-10: field 2, also of a rank that proposes chunks, for a decode step may be agreed in spite of them (X-14)."""
