@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import socket
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,18 +52,8 @@ WARM_STEPS = 2
 PROFILED_STEPS = 3
 TOP_KERNELS = 14
 TIMEOUT_S = 300.0
-# What a kernel's time is spent on, by its name; names of Triton kernels are those of their functions.
-PARTS = {
-    "experts": ("_gate_up", "_down", "_count", "_place", "_combine"),
-    "linears": ("_linear",),
-    "attention": ("_attend", "_add_parts", "_norm_and_rotate"),
-    "indexer": ("_score", "_keep_best"),
-    "compressor": ("_close", "_store", "_add_by_phase"),
-    "hyper-connections": ("_product", "_collapse", "_expand"),
-    "router, norms, activations": ("_route", "_rms_norm", "_rotate", "_activate", "_add"),
-    "exchange": ("nccl",),
-    "copies": ("Memcpy", "Memset"),
-}
+KERNELS = Path(__file__).resolve().parent.parent / "dsparkd" / "kernels" / "cuda"
+FOREIGN = {"nccl": "exchange", "Memcpy": "copies", "Memset": "copies", "memcpy": "copies"}  # by how names begin
 OTHER = "other (torch's own kernels)"
 
 
@@ -358,9 +349,11 @@ def profiled(run: Callable[[], None], device: torch.device) -> dict[str, object]
         spans.append((float(event.time_range.start), float(event.time_range.end)))
     parts: dict[str, float] = defaultdict(float)
     part_calls: dict[str, int] = defaultdict(int)
+    modules = kernel_modules()
     for name, ms in spent.items():
-        parts[part_of(name)] += ms
-        part_calls[part_of(name)] += calls[name]
+        part = part_of(name, modules)
+        parts[part] += ms
+        part_calls[part] += calls[name]
     return {
         "busy_ms": round(covered(spans) / PROFILED_STEPS / 1e3, 3),
         "parts": {
@@ -374,12 +367,20 @@ def profiled(run: Callable[[], None], device: torch.device) -> dict[str, object]
     }
 
 
-def part_of(name: str) -> str:
-    """What a kernel belongs to."""
-    for part, beginnings in PARTS.items():
-        if name.startswith(beginnings):
-            return part
-    return OTHER
+def part_of(name: str, modules: Mapping[str, str]) -> str:
+    """What a kernel belongs to: a module of the project's kernels, or what it is by its name."""
+    if name in modules:
+        return modules[name]
+    return next((part for beginning, part in FOREIGN.items() if name.startswith(beginning)), OTHER)
+
+
+def kernel_modules() -> dict[str, str]:
+    """Module of each function that Triton may compile: its kernels are named after their functions."""
+    return {
+        function: path.stem
+        for path in sorted(KERNELS.glob("*.py"))
+        for function in re.findall(r"^def (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -20,6 +20,7 @@ import contextlib
 import json
 import platform
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -43,6 +44,7 @@ SIMULATED_ACCEPTANCE = 3.5
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 256
 NUM_REQUESTS = {1: 4, 16: 48, 64: 128, 128: 128}  # by concurrency
 STARTUP_S = 420.0
+METRICS_S = 1.2  # after which the ranks' counts have arrived
 MIB, GIB = 1 << 20, 1 << 30
 
 Row = dict[str, object]
@@ -168,12 +170,15 @@ def _report_row(row: Row, report: Report, floors: Roofline) -> None:
                 "output_tokens_per_s": round(tokens_s, 1),
                 "simulated_acceptance": SIMULATED_ACCEPTANCE if drafts else None,
             }
+            theirs = incumbent_ms(2 * rows if rows > 1 else 1, context, drafts=drafts)
+            if theirs is not None:
+                more["incumbent_ms"] = theirs
             what = "draft and verify" if drafts else "decode"
             simulated = f" (at a simulated acceptance of {SIMULATED_ACCEPTANCE})" if drafts else ""
             report.add(
                 row | more,
                 f"{what:16} {rows:3} rows a rank, context {context:5}: {ms:8.2f} ms, floor {more['floor_ms']:>6} ms, "
-                f"{more['times_floor']:>5} times; {tokens_s:8.0f} tokens/s of both ranks{simulated}",
+                f"{more['times_floor']:>5} times; {tokens_s:8.0f} tokens/s of both ranks{simulated}{beside(theirs)}",
             )
         case "prefill":
             tokens, ms = int(_number(row, "tokens")), _number(row, "ms")
@@ -198,6 +203,19 @@ def _report_row(row: Row, report: Report, floors: Roofline) -> None:
             report.add(row, f"failed: {row['error']}")
         case _:
             report.add(row, f"most held by torch: {_number(row, 'peak_bytes') / GIB:.1f} GiB")
+
+
+def incumbent_ms(concurrency: int, context: int, *, drafts: bool) -> float | None:
+    """The incumbent's step beside ours: contexts of its workload alone."""
+    theirs = INCUMBENT.get(concurrency)
+    if theirs is None or not PROMPT_TOKENS <= context <= PROMPT_TOKENS + OUTPUT_TOKENS:
+        return None
+    return theirs.verify_ms if drafts else theirs.step_ms
+
+
+def beside(theirs: float | None) -> str:
+    """The incumbent's figure as a line ends with it."""
+    return "" if theirs is None else f"; incumbent {theirs} ms"
 
 
 def _floor(floor: Floor, ms: float) -> Row:
@@ -275,10 +293,11 @@ async def stream_all(port: int, model: str, prompts: list[list[int]], concurrenc
 
 @dataclass(frozen=True)
 class Load:
-    """What the server is measured under."""
+    """What the server is measured under: streams at once, and tokens of each."""
 
-    prompt_tokens: int = PROMPT_TOKENS
-    output_tokens: int = OUTPUT_TOKENS
+    concurrency: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
 
 
 def headline_row(streams: Sequence[Stream], concurrency: int, seconds: float) -> Row:
@@ -298,12 +317,7 @@ def headline_row(streams: Sequence[Stream], concurrency: int, seconds: float) ->
 
 
 def run_headline(
-    server: Server,
-    model: ModelConfig,
-    concurrencies: Sequence[int],
-    load: Load,
-    report: Report,
-    is_time: Callable[[], bool],
+    server: Server, model: ModelConfig, load: Load, drafts: bool, report: Report, is_time: Callable[[], bool]
 ) -> None:
     """Ask the running server; one row a concurrency."""
     name = str(json.loads(server.get("/v1/models"))["data"][0]["id"])
@@ -313,29 +327,48 @@ def run_headline(
         return [draw.choices(range(3, model.vocab_size), k=load.prompt_tokens) for _ in range(count)]
 
     asyncio.run(stream_all(server.port, name, prompts(2), 2, min(8, load.output_tokens)))  # nothing is cold any more
-    for concurrency in concurrencies:
+    for concurrency in load.concurrency:
         if not is_time():
             return
         asked = prompts(NUM_REQUESTS.get(concurrency, concurrency))
+        before = drafted_steps(server)
         began = time.perf_counter()
         streams = asyncio.run(stream_all(server.port, name, asked, concurrency, load.output_tokens))
         row = headline_row(streams, concurrency, time.perf_counter() - began)
+        tokens_a_step = mean_step(before, drafted_steps(server)) if drafts else 1.0
+        step_ms = round(_number(row, "token_ms") * tokens_a_step, 2)
         context = load.prompt_tokens + load.output_tokens // 2
-        rows = (-(-concurrency // 2), concurrency // 2)
-        row |= _floor(floors.decode(rows, 1, context, drafts=False), _number(row, "token_ms"))
+        rows, width = (-(-concurrency // 2), concurrency // 2), 1 + model.gamma if drafts else 1
         theirs = INCUMBENT.get(concurrency)
-        beside = ""
-        if theirs is not None:
-            row["incumbent"] = {"step_ms": theirs.step_ms, "verify_ms": theirs.verify_ms, "ttft_s": theirs.ttft_s}
-            beside = f"; incumbent {theirs.step_ms} ms and {theirs.ttft_s} s"
+        step = incumbent_ms(concurrency, context, drafts=drafts)
+        row |= {"drafts": drafts, "tokens_a_step": round(tokens_a_step, 3), "step_ms": step_ms, "incumbent_ms": step}
+        row |= _floor(floors.decode(rows, width, context, drafts=drafts), step_ms)
+        row["incumbent_ttft_s"] = theirs.ttft_s if theirs is not None else None
+        name_of = f"C = {concurrency:3}{', drafts' if drafts else ''}"
         report.add(
             row,
-            f"C = {concurrency:3}: {row['output_tokens_per_s']:>8} output tokens/s, a token each {row['token_ms']} ms "
-            f"(floor {row['floor_ms']}), first token {row['ttft_p50_s']} s, p99 {row['ttft_p99_s']} s{beside}",
+            f"{name_of}: {row['output_tokens_per_s']:>8} output tokens/s, a step "
+            f"{step_ms} ms (floor {row['floor_ms']}{beside(step)}), first token {row['ttft_p50_s']} s, p99 "
+            f"{row['ttft_p99_s']} s{'' if theirs is None else f' (incumbent {theirs.ttft_s})'}",
         )
 
 
-def server_tables(files: Path, arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
+def drafted_steps(server: Server) -> tuple[float, float]:
+    """Tokens that steps with drafts have given rows so far, and how many rows of steps there were."""
+    time.sleep(METRICS_S)
+    pattern = r"^dsparkd_accepted_per_step_(sum|count)\{[^}]*\} (\S+)$"
+    found = re.findall(pattern, server.get("/metrics"), re.MULTILINE)
+    tokens, count = (sum(float(value) for kind, value in found if kind == name) for name in ("sum", "count"))
+    return tokens, count
+
+
+def mean_step(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """Tokens a row got in a step between two readings."""
+    count = after[1] - before[1]
+    return (after[0] - before[0]) / count if count else 1.0
+
+
+def server_tables(files: Path, arguments: argparse.Namespace, drafts: bool) -> dict[str, dict[str, object]]:
     """The server's configuration, on top of conf/dev.toml."""
     is_cuda = arguments.device == "cuda"
     return {
@@ -348,29 +381,37 @@ def server_tables(files: Path, arguments: argparse.Namespace) -> dict[str, dict[
         },
         "kv": {"device_bytes": None, "device_fraction": 0.75} if is_cuda else {},
         "scheduler": {"max_rows": 64 if is_cuda else 16},
-        "dspark": {"enabled": arguments.speculation == "on"},
+        "dspark": {"enabled": drafts},
         "decode_graph": {"enabled": False} if arguments.eager else {},
     }
 
 
-def serve_headline(files: Path, arguments: argparse.Namespace, report: Report, is_time: Callable[[], bool]) -> bool:
+def serve_headline(
+    files: Path, arguments: argparse.Namespace, drafts: bool, report: Report, is_time: Callable[[], bool]
+) -> bool:
     """Start the server, measure and stop it; whether that went well."""
     began = time.monotonic()
     try:
-        with Server(server_tables(files, arguments)) as server:
+        with Server(server_tables(files, arguments, drafts)) as server:
             server.wait_ready(STARTUP_S)
             stages = stage_ends(server.events())
             start_s = round(time.monotonic() - began, 1)
             ranks = json.loads(server.get("/server_info"))["ranks"]
             memory = {"weights": ranks[0]["weight_bytes"], "pools": sum(ranks[0]["kv_bytes"].values())}
-            row: Row = {"kind": "server_start", "start_s": start_s, "stages": stages, "memory": memory}
+            row: Row = {
+                "kind": "server_start",
+                "drafts": drafts,
+                "start_s": start_s,
+                "stages": stages,
+                "memory": memory,
+            }
             report.add(
                 row,
                 f"server: {start_s} s to start (incumbent {INCUMBENT_OTHER['start_s']}, warm "
                 f"{INCUMBENT_OTHER['warm_start_s']}), stages {stages}",
             )
-            load = Load(arguments.prompt_tokens, arguments.output_tokens)
-            run_headline(server, load_model_config(files), arguments.concurrency, load, report, is_time)
+            load = Load(arguments.concurrency, arguments.prompt_tokens, arguments.output_tokens)
+            run_headline(server, load_model_config(files), load, drafts, report, is_time)
             server.stop()
     except (ServerFailed, RuntimeError, OSError) as error:
         report.add({"kind": "failed", "error": str(error)}, f"FAILED: {error}")
@@ -465,8 +506,13 @@ def main(argv: list[str]) -> int:
             request = step_request(arguments, files)
             ok = run_steps(request, alone=arguments.alone, report=report, floors=Roofline(model))
         if arguments.part in ("headline", "all") and not arguments.alone:
-            left = lambda: time.monotonic() - began < arguments.seconds  # noqa: E731
-            ok = serve_headline(files, arguments, report, left) and ok
+
+            def left() -> bool:
+                return time.monotonic() - began < float(arguments.seconds)
+
+            for drafts in {"on": (True,), "both": (False, True)}.get(arguments.speculation, (False,)):
+                if left():
+                    ok = serve_headline(files, arguments, drafts, report, left) and ok
         report.write()
         if arguments.json:
             print(json.dumps(report.as_json()))
