@@ -150,8 +150,9 @@ class _Tile:
         # A tensor core tile has 16 rows; 64 heads share each key that is read and fill a warp group's product.
         self.heads = min(max(triton.next_power_of_2(num_heads), 16), 64 if dtype == torch.bfloat16 else 16)
         if dtype == torch.bfloat16:
-            # Queries, two stages of keys and the shares of 64 heads by 512 take 200 of the 227 KiB of shared memory.
-            self.keys, self.stages = 64, 2
+            # Places are loaded two tiles ahead and keys one: queries, two tiles of keys and the shares of 64 heads by
+            # 512 take 193 of the 227 KiB of shared memory.
+            self.keys, self.stages = 64, 3
         else:
             self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
         self.warps = 8 if self.heads * self.width >= 64 * 256 else 4

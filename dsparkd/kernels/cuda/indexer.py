@@ -19,7 +19,8 @@ from dsparkd.kernels.tiles import KEY_TILE
 
 SCORE_BYTES = 256 << 20  # of scores that may lie in memory at once
 SPAN = 512  # entries that one program scores
-SELECT_BLOCK = 1024  # scores that one program reads at a time
+MANY_TOKENS = 1024  # fill the device with a program each
+SELECT_BLOCKS = {True: (1024, 8), False: (4096, 16)}  # scores that one program reads at a time, and its warps: if many
 
 
 class TritonIndexer:
@@ -37,6 +38,9 @@ class TritonIndexer:
         slots = torch.zeros((1, -(-most // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
         seen = Visible(slots, slots[0, :1], slots[0, :1] + most, most)
         self.choose(values, float32, values[0], seen, top_k)
+        chosen = torch.empty((1, -(-top_k // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
+        for many in SELECT_BLOCKS:
+            _keep_best_of(float32.new_zeros((1, most)), seen, top_k, chosen, many)
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """See IndexerKernel."""
@@ -82,6 +86,12 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
 
 def keep_best(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor) -> None:
     """Write each token's best entries' slots into chosen [n, K], ascending by entry, zeros behind them."""
+    _keep_best_of(scores, visible, top_k, chosen, scores.shape[0] > MANY_TOKENS)
+
+
+def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, many: bool) -> None:
+    """The choice is exact, so it does not depend on how many scores are read at a time."""
+    block, warps = SELECT_BLOCKS[many]
     _keep_best[(scores.shape[0],)](
         scores,
         visible.slots,
@@ -93,8 +103,8 @@ def keep_best(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor) -> N
         TOP_K=top_k,
         WIDTH=chosen.shape[1],
         BLOCK_W=triton.next_power_of_2(chosen.shape[1]),
-        BLOCK=SELECT_BLOCK,
-        num_warps=8,
+        BLOCK=block,
+        num_warps=warps,
     )
 
 

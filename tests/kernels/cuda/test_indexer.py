@@ -10,14 +10,14 @@ from dsparkd.kernels.cuda.indexer import TritonIndexer, keep_best, score
 from dsparkd.kernels.indexer import TorchIndexer, Visible
 from tests.kernels.cuda.values import DTYPES, noise
 
-COUNTS = [0, 1, 60, 64, 65, 500, 1024, 1100, 1150]  # of more than one block of scores
+COUNTS = [0, 1, 60, 64, 65, 500, 1024, 1100, 4150]  # of more than one block of scores, few or many at a time
 
 
 def moved(visible: Visible, device: torch.device) -> Visible:
     return Visible(visible.slots.to(device), visible.rows.to(device), visible.counts.to(device), visible.most)
 
 
-def random_visible(counts: list[int], pool: int = 3000) -> Visible:
+def random_visible(counts: list[int], pool: int = 9000) -> Visible:
     """Two rows of slots, all different."""
     width = -(-max(counts) // 64) * 64
     slots = 1 + torch.randperm(pool - 1, generator=torch.Generator().manual_seed(2))[: 2 * width].view(2, width)
@@ -35,8 +35,12 @@ def expected_choice(scores: Tensor, visible: Visible, top_k: int) -> Tensor:
 
 @pytest.mark.parametrize("top_k", [1, 64, 200])
 @pytest.mark.parametrize("kind", ["spread", "few", "zeros"])
-def test_the_choice_is_exact(device: torch.device, kind: str, top_k: int) -> None:
+@pytest.mark.parametrize("many_tokens", [0, 100])
+def test_the_choice_is_exact(
+    device: torch.device, kind: str, top_k: int, many_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of any scores, signs included; equal ones go to the lower entry, and both zeros are equal."""
+    monkeypatch.setattr("dsparkd.kernels.cuda.indexer.MANY_TOKENS", many_tokens)
     visible = random_visible(COUNTS)
     scores = noise(len(COUNTS), visible.most)
     if kind == "few":
