@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,17 @@ from dsparkd.executor import rejection, verify
 from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder
 from dsparkd.executor.masks import Masker
-from dsparkd.executor.plan import Plan, RowFailure, StepOutput
+from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, StepOutput
 from dsparkd.executor.sampler import Sampler, most_values
 from dsparkd.executor.shapes import ShapeLimits
 from dsparkd.executor.staging import Drafted, Stager, pad_rows
+from dsparkd.executor.upload import upload_ids
 from dsparkd.grammar.pipeline import Pipeline
 from dsparkd.kernels.linear import require_row_invariance
 from dsparkd.kv.geometry import size_pool
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.config import ModelConfig, load_model_config
+from dsparkd.model.dspark import Drafts
 from dsparkd.model.moe import ExpertExchange
 from dsparkd.model.transformer import Transformer
 from dsparkd.model.weights import load_drafter, load_transformer
@@ -46,7 +49,8 @@ class Executor:
     sizes: how many pages, slots and snapshots there are, the null ones included.
     masker: None where no request has a grammar. draft_desk: None where nothing is drafted.
     is_coupled: drafts are accepted by the coupled rule, else by rejection. chunk_tokens: most prompt tokens of a step.
-    graphs: None until some are captured.
+    graphs: None until some are captured. Then the next blocks are drafted behind each step that drafts, while the host
+    still reads and plans, and kept in _ahead.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class Executor:
         self._pipeline = _open_pipeline(pool, masker, chunk_tokens, model.device)
         self._is_coupled = is_coupled
         self.graphs: Graphs | None = None
+        self._drafts_ahead = False
+        self._ahead: _Ahead | None = None
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
         self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
 
@@ -148,15 +154,19 @@ class Executor:
         limits: ShapeLimits,
         progress: Callable[[int, int], None],
         recorder: Recorder | None = None,
+        *,
+        drafts_ahead: bool = True,
     ) -> None:
         """Capture graphs of these numbers of tokens, together with the peer, before the first request.
 
-        recorder: CUDA graphs unless given. Raises CapabilityError where one cannot be captured or has no room.
+        recorder: CUDA graphs unless given. drafts_ahead: draft behind a step, not in front of the next one. Raises
+        CapabilityError where one cannot be captured or has no room.
         """
         recorder = recorder or CudaRecorder(self._device)
         model, pool, exchange, desk = self._model, self._pool, self._exchange, self._draft_desk
         self.graphs = Graphs(model, pool, exchange, desk, tiers, limits, recorder)
         self.graphs.capture(progress)
+        self._drafts_ahead = drafts_ahead and self._is_coupled
 
     @property
     def kv_bytes(self) -> dict[str, int]:
@@ -183,8 +193,9 @@ class Executor:
                 self._pool.reset_slot(begin.slot)
             else:
                 self._pool.load_snapshot(begin.slot, begin.snapshot, begin.position)
-        blocks = self._draft(plan, counts)
-        lengths = self._cut(plan, blocks)
+        num_rows = counts
+        blocks, is_drafted = self._draft(plan, num_rows)
+        lengths = self._cut(plan, blocks, is_drafted)
         step = verify.with_drafts(plan, lengths)
         if plan.speculation is not None:
             counts = plan.speculation.num_tokens
@@ -215,11 +226,14 @@ class Executor:
         drawn = self._sampler.draw(logits, asked.samples, asked.prompts, words, pick)
         chances = [blocks.survival.double().view(-1)] if blocks is not None else []
         self._pipeline.emit(slot, torch.cat([drawn.values, *chances]))
+        behind = self._draft_behind(plan, num_rows, blocks, lengths, asked, drawn.ids)
         # The one wait for the step's end; nothing is left to do for it.
         host = self._pipeline.consume(slot)
         choices = drawn.read(host[: drawn.values.numel()])
         survival = _rows_of(host[drawn.values.numel() :], len(plan.rows))
+        survival = tuple(chances if known else () for chances, known in zip(survival, is_drafted, strict=False))
         rows = verify.collect(step, drafts, asked, choices, masks, survival)
+        self._ahead = _Ahead.of(behind, plan.rows, rows) if behind is not None else None
         timings, num_dropped = self._pipeline.timings.take()
         return StepOutput(rows, len(masks.rows) if masks is not None else 0, timings, num_dropped, tier)
 
@@ -234,24 +248,51 @@ class Executor:
             desk.keep(outputs.taps, inputs)
         return outputs.logits
 
-    def _cut(self, plan: Plan, blocks: Blocks | None) -> tuple[int, ...]:
-        """How many drafts of each row are verified."""
+    def _cut(self, plan: Plan, blocks: Blocks | None, is_drafted: Sequence[bool]) -> tuple[int, ...]:
+        """How many drafts of each row are verified; none of one that was not drafted for."""
         survival = None
         if blocks is not None and plan.speculation is not None and plan.speculation.is_compact:
             # The layout is made on the host, so the target waits here for the chances that it depends on.
-            survival = self._pipeline.fetch(blocks.survival)
-        return verify.cut(plan, survival, self._dp_rank)
+            fetched = self._pipeline.fetch(blocks.survival)
+            survival = [row if known else [0.0] * len(row) for row, known in zip(fetched, is_drafted, strict=True)]
+        lengths = verify.cut(plan, survival, self._dp_rank)
+        return tuple(length if known else 0 for length, known in zip(lengths, is_drafted, strict=True))
 
-    def _draft(self, plan: Plan, counts: tuple[int, int]) -> Blocks | None:
-        """Draft a block for each row of a step that speculates."""
+    def _draft(self, plan: Plan, counts: tuple[int, int]) -> tuple[Blocks | None, Sequence[bool]]:
+        """A block for each row of a step that speculates, and whether the row has one.
+
+        What was drafted ahead is used or dropped by what both ranks know: that the step before drafted ahead, and that
+        this one speculates. A row that came between has no drafts this once.
+        """
+        ahead, self._ahead = self._ahead, None
+        everyone = [True] * len(plan.rows)
         if plan.speculation is None:
-            return None
+            return None, everyone
         if self._draft_desk is None:
             raise InvariantError("a plan that drafts, where nothing is drafted")
         tier = self.graphs.draft_tier(counts) if self.graphs is not None and plan.replays else None
+        if ahead is not None and plan.replays:
+            return ahead.take(plan.rows, self._device)
         if self.graphs is not None and tier is not None:
-            return self.graphs.propose(tier, plan.rows)
-        return self._draft_desk.propose(plan.rows, counts)
+            return self.graphs.propose(tier, plan.rows), everyone
+        return self._draft_desk.propose(plan.rows, counts), everyone
+
+    def _draft_behind(
+        self,
+        plan: Plan,
+        counts: tuple[int, int],
+        blocks: Blocks | None,
+        lengths: Sequence[int],
+        asked: verify.Asked,
+        ids: Tensor,
+    ) -> Blocks | None:
+        """Draft the next blocks at once, from anchors that only the device knows; None where that is not done."""
+        tier = self.graphs.draft_tier(counts) if self.graphs is not None and self._drafts_ahead else None
+        if self.graphs is None or tier is None or not plan.replays or blocks is None:
+            return None
+        moved = verify.last_ids(blocks.windows, lengths, asked, ids) if plan.rows else None
+        self.graphs.propose(tier, plan.rows, moved)
+        return self.graphs.blocks(self.sizes.num_slots - 1)
 
     def commit_grammars(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:
         """Tell grammars the last ids of rows that have ended; see Masker.commit."""
@@ -273,6 +314,45 @@ class Executor:
         del self._model, self._pool, self._draft_desk
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Blocks that were drafted behind a step, and memory up to the most rows of one.
+
+    places: by request, its block, its next position and its last id.
+    """
+
+    blocks: Blocks
+    places: Mapping[str, tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, blocks: Blocks, rows: Sequence[PlanRow], outputs: Sequence[RowOutput]) -> _Ahead:
+        """Note where the rows of the step stand that the blocks are for."""
+        places = {
+            row.request_id: (index, row.start + len(output.token_ids), output.token_ids[-1])
+            for index, (row, output) in enumerate(zip(rows, outputs, strict=True))
+            if output.token_ids
+        }
+        return cls(blocks, places)
+
+    def take(self, rows: Sequence[PlanRow], device: torch.device) -> tuple[Blocks, Sequence[bool]]:
+        """The blocks in the order of the next step's rows, and which of the rows have one: those that stand there."""
+        found = [self.places.get(row.request_id) for row in rows]
+        is_drafted = [
+            place is not None and place[1:] == (row.start, row.input_ids[-1])
+            for place, row in zip(found, rows, strict=True)
+        ]
+        index = [place[0] if place is not None else 0 for place in found]
+        blocks, drafts = self.blocks, self.blocks.drafts
+        if index == list(range(len(index))):
+            count = len(index)
+            drafts = Drafts(drafts.ids[:count], drafts.logits[:count], drafts.confidence[:count])
+            return Blocks(blocks.windows[:count], blocks.survival[:count], drafts), is_drafted
+        chosen = upload_ids(index, device)
+        drafts = Drafts(drafts.ids.index_select(0, chosen), drafts.logits, drafts.confidence.index_select(0, chosen))
+        windows, survival = blocks.windows.index_select(0, chosen), blocks.survival.index_select(0, chosen)
+        return Blocks(windows, survival, drafts), is_drafted
 
 
 def _open_pipeline(pool: KVPool, masker: Masker | None, chunk_tokens: int, device: torch.device) -> Pipeline:

@@ -127,14 +127,22 @@ class Graphs:
         """The tier that both ranks' blocks are drafted on; None: they are drafted eager."""
         return next((tier for tier, blocks in self._num_blocks.items() if blocks >= max(num_blocks)), None)
 
-    def propose(self, tier: int, rows: Sequence[PlanRow]) -> Blocks:
-        """DraftDesk.propose on a tier. Both ranks call it; the blocks are good until the next call."""
+    def propose(self, tier: int, rows: Sequence[PlanRow], moved: tuple[Tensor, Tensor] | None = None) -> Blocks:
+        """DraftDesk.propose on a tier. Both ranks call it; the blocks are good until the next call.
+
+        moved: the rows' anchors where the host does not know them yet, and how many tokens they are further, [B] each.
+        """
         captured = self._draft[tier]
         captured.shape.refresh(rows)
+        if moved is not None:
+            captured.shape.move(*moved)
         (captured.drawn if captured.shape.is_drawn else captured.greedy)()
-        n = len(rows)
-        drafts = Drafts(self._windows[:n, 1:], self._draft_logits[:n], self._confidence[:n])
-        return Blocks(self._windows[:n], self._survival[:n], drafts)
+        return self.blocks(len(rows))
+
+    def blocks(self, count: int) -> Blocks:
+        """The memory of the first `count` blocks, whatever lies there; at most as many as a rank has rows."""
+        drafts = Drafts(self._windows[:count, 1:], self._draft_logits[:count], self._confidence[:count])
+        return Blocks(self._windows[:count], self._survival[:count], drafts)
 
     def verify(self, tier: int, plan: Plan, lengths: Sequence[int], blocks: Blocks | None) -> Tensor:
         """Run the target over a decode step with its drafts: logits [tokens, V] float32, good until the next call.

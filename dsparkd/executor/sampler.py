@@ -73,12 +73,15 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What was chosen, still on the device: values [K] float64 hold it all. read: makes Choices of them, on the host.
+    """What was chosen, still on the device: values [K] float64 hold it all, ids [S] int64 the samples' alone.
+
+    read: makes Choices of values, on the host.
 
     read raises InvariantError when a row has no finite winner.
     """
 
     values: Tensor
+    ids: Tensor
     read: Callable[[list[float]], Choices]
 
 
@@ -140,7 +143,7 @@ class Sampler:
         parts += [self._logprobs(raw, ids.index_select(0, self._ids(wanted)), top)] if wanted else []
         parts += [best.double(), ids.double()]
         values = torch.cat([part.reshape(-1) for part in parts])
-        return Drawn(values, lambda host: self._unpack(host, samples, prompts, wanted, top))
+        return Drawn(values, ids, lambda host: self._unpack(host, samples, prompts, wanted, top))
 
     def distributions(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None = None) -> Tensor:
         """What `choose` would draw each sample from: [R, V] float32, all on one id where it is greedy. No host sync.

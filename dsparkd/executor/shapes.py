@@ -329,6 +329,12 @@ class DraftShape:
         self.is_drawn = bool(temperatures.any())
         self.feed.send()
 
+    def move(self, anchor_ids: Tensor, steps: Tensor) -> None:
+        """Put other anchors in the live rows' places, `steps` tokens further, [B] int64 each on the device."""
+        n = len(anchor_ids)
+        self.feed.tensors["anchor_ids"][:n].copy_(anchor_ids)
+        self.feed.tensors["positions"][:n].add_(steps)
+
     def inputs(self) -> DraftInputs:
         """What the drafter reads, made of the words on the device; part of what a graph captures."""
         words, geometry = self.feed.tensors, self._pool.geometry

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import pytest
@@ -80,7 +80,7 @@ class Lab:
         self.recorder = Rerun()
         recorder: Recorder = self.recorder if device == "cpu" else CudaRecorder(self.device)
         self.limits = ShapeLimits(ROWS, PAGES, 1 + self.gamma)
-        self.executor.capture((16, 32, 48), self.limits, lambda done, total: None, recorder)
+        self.executor.capture((16, 32, 48), self.limits, lambda done, total: None, recorder, drafts_ahead=False)
         assert self.executor.graphs is not None
         self.graphs: Graphs = self.executor.graphs
 
@@ -211,6 +211,64 @@ def test_replayed_steps_give_the_bits_of_eager_ones(lab: Lab) -> None:
     assert all(torch.equal(one, other) for one, other in zip(live(lab), kept, strict=True))
     assert max(len(text.outputs) for text in texts) > 9  # drafts were accepted
     assert (LENGTHS[-1] // 4 > lab.topk) == any(tier.verify.is_long for tier in lab.graphs._verify.values())
+
+
+@pytest.fixture
+def ahead(lab: Lab) -> Iterator[Lab]:
+    """The same executor, which drafts behind its steps."""
+    lab.executor._drafts_ahead = True
+    yield lab
+    lab.executor._drafts_ahead = False
+
+
+def test_blocks_that_were_drafted_ahead_are_those_of_the_next_step(ahead: Lab) -> None:
+    """Overlap: the anchors are what the host will find; rows may leave and change places, a step may come between."""
+
+    def run(*, replays: bool) -> list[Text]:
+        texts = begin(ahead, LENGTHS)
+        for rows, most in (
+            (texts, 5),
+            (texts, 5),
+            (texts[1:], 5),
+            (texts[:0:-1], 3),
+            (texts[3:], 5),
+            (texts, 0),
+            (texts, 5),
+            ([texts[4], texts[0]], 5),
+            ([texts[0]], 5),
+        ):
+            advance(ahead, rows, replays=replays, most=most)
+        return texts
+
+    eager = run(replays=False)
+    proposed = ahead.recorder.runs
+
+    texts = run(replays=True)
+
+    assert [text.outputs for text in texts] == [text.outputs for text in eager]
+    assert [text.seen for text in texts] == [text.seen for text in eager]
+    if ahead.device.type == "cpu":  # eight of the nine steps draft behind themselves, two in front as well
+        assert ahead.recorder.runs - proposed == 9 + 8 + 2
+
+
+def test_a_row_that_comes_between_has_no_drafts_this_once(ahead: Lab) -> None:
+    """Both ranks drafted already; the row goes on by one token, with the id that it would have had."""
+    texts = begin(ahead, LENGTHS)
+    advance(ahead, texts[2:], replays=True, most=5)
+    advance(ahead, texts, replays=True, most=5, peer=3)
+    assert [len(text.outputs) for text in texts[:2]] == [2, 2]
+    assert [text.seen[-1] for text in texts[:2]] == [(), ()]
+    assert all(len(text.seen[-1]) == ahead.gamma for text in texts[2:])  # type: ignore[arg-type]
+    advance(ahead, texts, replays=True, most=5, room=9)
+    advance(ahead, [], replays=True, most=5, peer=2)
+    advance(ahead, texts, replays=True, most=5)
+    assert len(texts[0].outputs) > 2
+    plain = begin(ahead, LENGTHS)
+    while min(map(len, (text.outputs for text in plain))) < 8:
+        advance(ahead, plain, replays=False)
+    for text, other in zip(texts, plain, strict=True):
+        count = min(len(text.outputs), 8)
+        assert text.outputs[:count] == other.outputs[:count]
 
 
 def test_addresses_stay_and_a_rank_without_rows_changes_nothing(lab: Lab) -> None:
