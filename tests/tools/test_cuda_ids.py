@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.gates.cuda_ids import compare
+from tools.gates.cuda_ids import Replay, compare, report_graphs
 from tools.workload import Answer
 
 
@@ -56,3 +56,22 @@ def test_a_control_in_the_same_dtype_explains_leads_and_bounds_the_mean(moved: f
     assert control.unexplained == 0
     assert got.unexplained == 0
     assert got.ok == is_ok
+
+
+def replay(**other: int) -> Replay:
+    counts = {"differing": 0, "seen": 0, "replayed": 9, "eager": 0, "eager_replayed": 0} | other
+    return Replay(drafts=False, requests=4, compared_ids=40, seconds=1.0, **counts)
+
+
+@pytest.mark.parametrize(
+    "fault", [{"differing": 1}, {"seen": 1}, {"replayed": 0}, {"eager": 1}, {"eager_replayed": 1}, {}]
+)
+def test_replayed_steps_are_held_to_every_id_and_log_probability(
+    fault: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P-22: and graphs must have run, alone where they were on, not at all where they were off."""
+    assert replay(**fault).ok == (not fault)
+    assert report_graphs([replay(), replay(**fault)], 2.0, as_json=True) == (1 if fault else 0)
+    assert ("FAIL" in capsys.readouterr().out) is False
+    report_graphs([replay(**fault)], 2.0, as_json=False)
+    assert ("FAIL" in capsys.readouterr().out) == bool(fault)
