@@ -17,7 +17,7 @@ from dsparkd.config import Config, GrammarConfig
 from dsparkd.errors import RequestError
 from dsparkd.grammar.spec import ConstraintOptions
 from dsparkd.grammar.tools import MARKER
-from dsparkd.http.connection import end_pipelined_connections
+from dsparkd.http.connection import mend_connections
 from dsparkd.http.endpoint import Endpoint, Handler, Incoming, json_response
 from dsparkd.http.generate import Generate
 from dsparkd.http.intake import Intake
@@ -35,7 +35,7 @@ TEXT_THREADS = 2
 
 def build_app(config: Config, router: Router, registry: Registry) -> Starlette:
     """Make the ASGI application. Raises StartError when the tokenizer or the key file cannot be used."""
-    end_pipelined_connections()
+    mend_connections()
     checkpoint = Path(config.engine.checkpoint)
     tokenizer = Tokenizer.load(checkpoint)
     encoding = ChatEncoding(tokenizer, config.text.default_effort)

@@ -1,16 +1,22 @@
-"""What hypercorn's HTTP/1.1 connections lack: an end when the client leaves behind a request that waits its turn."""
+"""Two faults of hypercorn's connections, mended: a wait without an end, and an early answer that ended others."""
 
 from __future__ import annotations
 
+import contextlib
+
+import h2.events
+import h2.exceptions
 import h11
 import hypercorn.protocol
 from hypercorn.events import Closed, Event
+from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 
 
-def end_pipelined_connections() -> None:
-    """Have hypercorn use the connection below; once per process, before it serves."""
+def mend_connections() -> None:
+    """Have hypercorn use the connections below; once per process, before it serves."""
     hypercorn.protocol.H11Protocol = Connection  # type: ignore[attr-defined]
+    hypercorn.protocol.H2Protocol = SharedConnection  # type: ignore[attr-defined]
 
 
 class _Requests(h11.Connection):
@@ -24,7 +30,7 @@ class _Requests(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """One client's connection.
+    """One client's connection, in HTTP/1.1.
 
     While a request is answered, hypercorn lets the task that reads wait for the answer's end if another request has
     come behind it. When the write of that answer finds that the client has left, nobody tells this task: it waited for
@@ -41,3 +47,21 @@ class Connection(H11Protocol):
         if isinstance(event, Closed) and isinstance(self.connection, _Requests):
             self.connection.has_ended = True
             await self.can_read.set()
+
+
+class SharedConnection(H2Protocol):
+    """A connection of many requests at once, in HTTP/2: a proxy's brings those of all its clients.
+
+    Of a request that is answered before its body is there, the rest of the body still comes. hypercorn looked for a
+    stream that it had forgotten, and the whole connection ended. HTTP/2 has no other word for "send no more" that
+    clients understand, so the rest is read and dropped.
+    """
+
+    async def _handle_events(self, events: list[h2.events.Event]) -> None:
+        for event in events:
+            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
+                with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection has ended meanwhile
+                    self.connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                await self._flush()
+            else:
+                await super()._handle_events([event])

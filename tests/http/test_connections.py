@@ -334,3 +334,23 @@ async def test_http2_clients_get_answers_and_refusals(server: Listening) -> None
         for _ in range(2):
             answer = await client.post("/v1/completions", json=request("h2"))
             assert (answer.http_version, answer.status_code) == ("HTTP/2", 503)
+
+
+async def test_an_early_answer_over_http2_leaves_its_neighbours_alone(checkpoint: Path) -> None:
+    """A proxy's one connection carries many clients: a body that is too large must not end the others' streams."""
+    async with listening(checkpoint, LimitsConfig(max_body_bytes=1000)) as server:
+        base_url = f"http://127.0.0.1:{server.port}"
+        async with httpx.AsyncClient(http1=False, http2=True, base_url=base_url) as client:
+            streaming = client.stream("POST", "/v1/completions", json=request("stay", stream=True, routed_dp_rank=0))
+            staying = asyncio.ensure_future(streaming.__aenter__())
+            await server.backend.until(lambda: server.backend.ranks[0].request_ids == ["stay"])
+            await server.admit_all()
+            stay = await staying
+            for path, status in (("/v1/completions", 413), ("/nowhere", 404), ("/v1/completions", 413)):
+                answer = await client.post(path, content=b"x" * 300_000)
+                assert answer.status_code == status
+            await server.backend.say(text_delta("stay", "whole", (7,), make_finish()))
+            text = (await stay.aread()).decode()
+            assert "whole" in text
+            assert "[DONE]" in text
+            await streaming.__aexit__(None, None, None)
