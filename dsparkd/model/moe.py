@@ -77,6 +77,11 @@ def pack(x: Tensor, routes: Routes) -> Tensor:
 
 def unpack(rows: Tensor, dtype: torch.dtype, width: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Undo `pack`: x [R, D], expert_ids [R, k] int32, shares [R, k] float32, each contiguous."""
+    if rows.is_cuda:
+        from dsparkd.kernels.cuda.packing import take_apart  # a cpu start imports no triton
+
+        x, shares, expert_ids = take_apart(rows, top_k)
+        return x.view(dtype), expert_ids, shares
     words = rows.shape[1] - 2 * top_k
     x = rows[:, :words].contiguous().view(dtype)
     assert x.shape[1] == width
