@@ -1,6 +1,7 @@
-"""Two faults of hypercorn's connections, mended: a wait without an end, and an early answer that ended others."""
+"""Two faults of hypercorn's connections, mended: a wait without an end, and an early answer that ended others.
 
 Both reach into it, so pyproject.toml names the one series that this was written for.
+"""
 
 from __future__ import annotations
 
