@@ -19,6 +19,7 @@ from dsparkd.kernels.cuda.attention import rotate_pairs
 from dsparkd.kernels.rotary import Rotation
 
 BLOCK_ROWS = 16  # rows of a window that are mixed at once
+STAGES = 4  # of such rows: places are loaded two ahead, and rows one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         SPAN=span,
         R=closing.rotation.cos.shape[-1],
         BLOCK_ROWS=min(BLOCK_ROWS, span),
+        STAGES=STAGES if span > BLOCK_ROWS else 1,
         BLOCK_D=triton.next_power_of_2(max(width, key_width)),
         num_warps=8,
     )
@@ -107,6 +109,7 @@ def _close(  # type: ignore[no-untyped-def]
     SPAN: tl.constexpr,
     R: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -115,12 +118,12 @@ def _close(  # type: ignore[no-untyped-def]
     if tl.program_id(1) == 0:
         _close_part(
             rows, ring, sources, places, norm, cos, sin, pages, eps, n,
-            0, WIDTH, WIDTH + KEY_WIDTH, KEY_WIDTH > 0, ROW, SPAN, R, BLOCK_ROWS, BLOCK_D,
+            0, WIDTH, WIDTH + KEY_WIDTH, KEY_WIDTH > 0, ROW, SPAN, R, BLOCK_ROWS, STAGES, BLOCK_D,
         )  # fmt: skip
     else:
         _close_part(
             rows, ring, sources, places, key_norm, cos, sin, key_pages, eps, n,
-            WIDTH, KEY_WIDTH, WIDTH + KEY_WIDTH, True, ROW, SPAN, R, BLOCK_ROWS, BLOCK_D,
+            WIDTH, KEY_WIDTH, WIDTH + KEY_WIDTH, True, ROW, SPAN, R, BLOCK_ROWS, STAGES, BLOCK_D,
         )  # fmt: skip
 
 
@@ -128,14 +131,14 @@ def _close(  # type: ignore[no-untyped-def]
 def _close_part(  # type: ignore[no-untyped-def]
     rows, ring, sources, places, norm, cos, sin, pages, eps, n,
     FIRST: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr, ROW: tl.constexpr,
-    SPAN: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Make entry n of channels FIRST .. FIRST + D."""
     c = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_D], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_D], tl.float32)
     mixed = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, SPAN, BLOCK_ROWS):
+    for start in tl.range(0, SPAN, BLOCK_ROWS, num_stages=STAGES):  # loads run ahead: few entries close at once
         k = start + tl.arange(0, BLOCK_ROWS)
         source = tl.load(sources + n * SPAN + k)
         row = tl.where(source >= 0, ring + source * ROW, rows + (-1 - source) * ROW)

@@ -181,8 +181,13 @@ def _collapse(  # type: ignore[no-untyped-def]
     t = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, S)
     c = tl.arange(0, BLOCK_D)
-    x = tl.load(streams + (t * S + s)[:, None] * D + c[None, :], mask=(c < D)[None, :], other=0.0).to(tl.float32)
-    length = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / (S * D) + norm_eps)
+    # One stream at a time, and each twice, out of the nearest cache the second time: held together they would leave a
+    # processor room for one token.
+    squares = tl.zeros([BLOCK_D], tl.float32)
+    for source in tl.static_range(S):
+        x = tl.load(streams + (t * S + source) * D + c, mask=c < D, other=0.0).to(tl.float32)
+        squares += x * x
+    length = tl.rsqrt(tl.sum(squares, 0) / (S * D) + norm_eps)
 
     cell = 2 * S + s[:, None] * S + s[None, :]
     gates = tl.zeros([S], tl.float32)
@@ -208,7 +213,11 @@ def _collapse(  # type: ignore[no-untyped-def]
     tl.store(comb + t * S * S + s[:, None] * S + s[None, :], mix)
 
     # The collapsed row is a tensor of the model's dtype before it is normed: it is rounded in between.
-    y = tl.sum(x * gates[:, None], 0).to(collapsed.dtype.element_ty).to(tl.float32)
+    y = tl.zeros([BLOCK_D], tl.float32)
+    for source in tl.static_range(S):
+        x = tl.load(streams + (t * S + source) * D + c, mask=c < D, other=0.0).to(tl.float32)
+        y += x * tl.sum(tl.where(s == source, gates, 0.0), 0)
+    y = y.to(collapsed.dtype.element_ty).to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / D + norm_eps) * tl.load(norm + c, mask=c < D, other=0.0)
     tl.store(collapsed + t * D + c, y.to(collapsed.dtype.element_ty), mask=c < D)
 
