@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -50,6 +51,8 @@ from dsparkd.rank import WARM_UP_PASSES, capture_graphs, warm_up, warm_up_plans
 GREEDY = SamplingParams(max_tokens=64, seed=1, temperature=0.0)
 WARM_STEPS = 2
 PROFILED_STEPS = 3
+MOST_ROUNDS = 20
+ROOM_TOKENS = 6 * (2 * (WARM_STEPS + MOST_ROUNDS) + PROFILED_STEPS)  # that a row may gain while it is timed
 TOP_KERNELS = 14
 TIMEOUT_S = 300.0
 KERNELS = Path(__file__).resolve().parent.parent / "dsparkd" / "kernels" / "cuda"
@@ -122,15 +125,25 @@ class Bench:
         self._draw = random.Random(request.dp_rank)
 
     def decode(self, num_rows: int, context: int, *, drafts: bool) -> Callable[[], None]:
-        """A step of so many rows behind a context; ids are new in every step."""
+        """A step of so many rows behind a context.
+
+        Without drafts every step has new ids, so that each is another sample of the routers' choices. With drafts a row
+        goes on from what the step before it gave, as in the server: blocks may have been drafted behind that step.
+        """
+        rows = self._rows(num_rows, context)
         speculation = None
         if drafts:
             total = num_rows * (1 + self._gamma)
             speculation = Speculation(self._gamma, (total, total))
 
         def run() -> None:
-            plan = Plan(StepKind.DECODE, self._rows(num_rows, context), speculation=speculation, replays=True)
-            self._executor.step(plan, (num_rows, num_rows))
+            nonlocal rows
+            plan = Plan(StepKind.DECODE, rows, speculation=speculation, replays=True)
+            output = self._executor.step(plan, (num_rows, num_rows))
+            if drafts:
+                rows = tuple(_behind(row, done.token_ids) for row, done in zip(rows, output.rows, strict=True))
+            else:
+                rows = self._rows(num_rows, context)
 
         return run
 
@@ -170,7 +183,8 @@ class Bench:
         return seconds
 
     def _pages(self, num_tokens: int) -> int:
-        return -(-(num_tokens + self._gamma) // 256)
+        # Rows with drafts grow meanwhile.
+        return -(-(num_tokens + self._gamma + ROOM_TOKENS) // 256)
 
     def _rows(self, num_rows: int, context: int) -> tuple[PlanRow, ...]:
         return tuple(self._row(1 + index, context, 1) for index in range(num_rows))
@@ -190,6 +204,11 @@ class Bench:
             prompt_ids=ids,
             output_ids=(),
         )
+
+
+def _behind(row: PlanRow, token_ids: Sequence[int]) -> PlanRow:
+    """The next step's row: its anchor is the last id of this one."""
+    return replace(row, start=row.start + len(token_ids), input_ids=(token_ids[-1],))
 
 
 def measure(request: Request) -> None:
@@ -243,7 +262,7 @@ def measure(request: Request) -> None:
 def config_of(request: Request) -> Config:
     """The server's configuration with random weights, and room for the longest context that is asked about."""
     is_cuda = request.device == "cuda"
-    longest = max([*request.prefill_tokens, *(context + 16 for context in request.contexts)])
+    longest = max([*request.prefill_tokens, *(context + ROOM_TOKENS for context in request.contexts)])
     config = Config(
         engine=EngineConfig(
             checkpoint=request.files,

@@ -164,25 +164,37 @@ def kinds(report: dict[str, object]) -> list[str]:
     return [row["kind"] for row in rows]
 
 
-def test_two_ranks_report_every_kind_of_step_beside_its_floor(tmp_path: Path) -> None:
-    """The whole of the steps part, as it runs on two GPUs."""
-    report = run(
-        *("--part", "steps", "--rows", "2", "--contexts", "300", "--prefill", "128", "--rounds", "1"),
-        out=tmp_path / "out.json",
-    )
-    assert kinds(report) == ["start", "prefill", *["decode"] * 2, *["profile"] * 3, "end"]
+def rows_of(report: dict[str, object], kind: str) -> list[dict[str, object]]:
     rows = report["rows"]
     assert isinstance(rows, list)
-    decodes = [row for row in rows if row["kind"] == "decode"]
-    assert [(row["rows"], row["drafts"]) for row in decodes] == [(2, False), (2, True)]
-    for row in decodes:
-        gained = 3.5 if row["drafts"] else 1
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_two_ranks_report_every_kind_of_step_beside_its_floor(tmp_path: Path) -> None:
+    """The steps part as it runs on two GPUs, without profiles."""
+    report = run(
+        *("--part", "steps", "--rows", "2", "--contexts", "300", "--prefill", "128", "--rounds", "1", "--no-profile"),
+        out=tmp_path / "out.json",
+    )
+    assert kinds(report) == ["start", "prefill", "decode", "decode", "end"]
+    for row, gained in zip(rows_of(report, "decode"), (1, 3.5), strict=True):
+        assert (row["rows"], row["drafts"]) == (2, gained > 1)
         assert row["simulated_acceptance"] == (3.5 if row["drafts"] else None)
-        assert row["output_tokens_per_s"] == pytest.approx(2 * row["rows"] * gained / row["ms"] * 1e3, rel=0.01)
-    for row in rows:
-        if row["kind"] == "profile":
-            assert row["busy_ms"] > 0
-            assert row["parts"]
+        assert row["output_tokens_per_s"] == pytest.approx(2 * 2 * gained / float(str(row["ms"])) * 1e3, rel=0.01)
+
+
+def test_a_rank_alone_says_where_the_time_goes(tmp_path: Path) -> None:
+    """By parts of the model, and while nothing ran."""
+    report = run(
+        *("--part", "steps", "--alone", "--rows", "1", "--contexts", "300", "--prefill", "128", "--rounds", "1"),
+        *("--speculation", "off"),
+        out=tmp_path / "out.json",
+    )
+    assert kinds(report) == ["start", "prefill", "decode", "profile", "profile", "end"]
+    for row in rows_of(report, "profile"):
+        assert float(str(row["busy_ms"])) > 0
+        assert row["parts"]
+        assert row["kernels"]
 
 
 def test_past_its_seconds_a_run_begins_nothing_and_still_ends_well(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ import msgspec
 
 from dsparkd.model.config import ModelConfig, load_model_config
 from tools.flash_files import first_layers, flash_values, write_files
-from tools.geometry_rank import Request
+from tools.geometry_rank import MOST_ROUNDS, Request
 from tools.harness import ROOT, Server, ServerFailed
 from tools.roofline import Floor, Roofline
 
@@ -549,7 +549,7 @@ def step_request(arguments: argparse.Namespace, files: Path) -> Request:
         rows=arguments.rows,
         contexts=arguments.contexts,
         prefill_tokens=arguments.prefill,
-        rounds=arguments.rounds,
+        rounds=min(arguments.rounds, MOST_ROUNDS),
         speculation=speculation,
         profile=not arguments.no_profile,
         eager=arguments.eager,
