@@ -341,6 +341,25 @@ def test_tiers_are_captured_from_the_largest_down_with_one_memory(lab: Lab) -> N
     assert lab.graphs.num_bytes["decode"] >= 48 * lab.executor.model_config.vocab_size * 4
 
 
+def test_graphs_end_before_what_they_hold() -> None:
+    """P-10, L-33: at the stop records go first, then weights and pools; communicators end after the executor."""
+    lab = Lab("cpu")
+    seen: list[bool] = []
+    close = lab.recorder.close
+
+    def look() -> None:
+        seen.append(hasattr(lab.executor, "_pool"))
+        close()
+
+    lab.recorder.close = look  # type: ignore[method-assign]
+
+    lab.executor.close()
+
+    assert seen == [True]
+    assert lab.executor.graphs is None
+    assert not hasattr(lab.executor, "_pool")
+
+
 def test_memory_that_is_missing_is_named() -> None:
     """P-21: the tier, the number needed and the number found, as a start failure."""
     require_room("a decode step of 384 tokens", 100, 100)
@@ -360,6 +379,7 @@ def test_plans_that_break_the_shape_fail_before_a_launch(lab: Lab) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_replayed_step_takes_no_memory_and_waits_for_nothing() -> None:
     """P-11, U-08: between launches of a decode step the allocator gives nothing away inside the graphs."""
     lab = Lab("cuda")
@@ -369,8 +389,8 @@ def test_a_replayed_step_takes_no_memory_and_waits_for_nothing() -> None:
     reserved = torch.cuda.memory_stats(lab.device)["num_device_alloc"]
     plan = Plan(StepKind.DECODE, tuple(text.row() for text in texts), replays=True)
     with torch.inference_mode():
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             before = torch.cuda.memory_stats(lab.device)["allocation.all.allocated"]
             lab.graphs.verify(48, plan, [0] * ROWS, None)
             lab.graphs.propose(32, plan.rows)

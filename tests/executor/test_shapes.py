@@ -11,7 +11,7 @@ import torch
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, StepKind
-from dsparkd.executor.shapes import FAR, DraftShape, ShapeLimits, VerifyShape, choose_tiers
+from dsparkd.executor.shapes import FAR, DraftShape, Feed, ShapeLimits, VerifyShape, choose_tiers
 from dsparkd.executor.staging import Drafted, Stager
 from dsparkd.kv.geometry import KVGeometry, PoolSizes
 from dsparkd.kv.pool import KVPool
@@ -78,7 +78,8 @@ def random_plan(draw: random.Random, num_tokens: int) -> Plan:
 @pytest.mark.parametrize("num_tokens", [16, 32, 48])
 def test_every_admitted_plan_is_laid_out_as_staging_does(num_tokens: int) -> None:
     """P-03, T-02: the tier admits by numbers of tokens alone, and no plan within them meets a reason to refuse. The
-    shape is one object that all plans go through in turn, so nothing of an earlier one may show."""
+    shape is one object that all plans go through in turn, so nothing of an earlier one may show. T-05: there is one
+    path, the general one, for windows of one length, too."""
     draw = random.Random(num_tokens)
     shape, stager = make_shape(num_tokens), Stager(GEOMETRY, TOPK, CPU)
     for _ in range(150):
@@ -97,6 +98,7 @@ def test_every_admitted_plan_is_laid_out_as_staging_does(num_tokens: int) -> Non
         assert torch.equal(got.input_ids, expected.input_ids)
         assert torch.equal(got.positions, expected.positions)
         window = got.attention.blocks[0]
+        assert window.all_visible is False
         for block in expected.attention.blocks:
             part = slice(block.start, block.stop)
             assert torch.equal(window.sources[part], block.sources)
@@ -158,6 +160,53 @@ def test_addresses_and_shapes_never_change_and_every_word_behind_the_rows_is_a_s
         assert torch.equal(words, fresh.feed.tensors[name]), name
     assert shape.feed.tensors["hca.starts"].tolist() == [127] + [FAR] * (MAX_ROWS - 1)
     assert not shape.feed.tensors["pages"][1:].any()
+
+
+class Event:
+    """A copy's end."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.is_done = log, name, True
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+    def record(self) -> None:
+        self.log.append(f"sent {self.name}")
+
+
+def test_words_that_are_still_read_are_not_written() -> None:
+    """U-04: a buffer waits for its own copy alone, and only where that is not done."""
+    log: list[str] = []
+    feed = Feed({"x": (3,)}, CPU)
+    events = Event(log, "first"), Event(log, "second")
+    feed._sent = events  # type: ignore[assignment]
+    for value in (1, 2, 3):
+        feed.arrays()["x"][:] = value
+        feed.send()
+        assert feed.tensors["x"].tolist() == [value] * 3
+    assert log == ["sent first", "sent second", "sent first"]
+    events[0].is_done = False
+    feed.arrays()
+    assert log[3:] == []
+    feed.send()
+    feed.arrays()
+    assert log[3:] == ["sent second", "wait first"]
+
+
+@pytest.mark.gpu
+def test_a_forward_that_is_late_reads_what_it_was_launched_with() -> None:
+    """U-04: three refreshes while the stream is busy; each copy out of the words sees its own."""
+    feed, seen = Feed({"x": (5000,)}, torch.device("cuda", 0)), []
+    torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]
+    for value in (1, 2, 3):
+        feed.arrays()["x"][:] = value
+        feed.send()
+        seen.append(feed.tensors["x"].clone())
+    assert [(int(each.min()), int(each.max())) for each in seen] == [(1, 1), (2, 2), (3, 3)]
 
 
 BROKEN: dict[str, Callable[[], tuple[PlanRow, ...]]] = {
