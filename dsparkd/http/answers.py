@@ -407,7 +407,7 @@ class CompletionAnswers:
     def _place(self, choice: _TextChoice, entry: TextLogprob, entries: list[tuple[TextLogprob, int]]) -> None:
         entries.append((entry, choice.num_chars))
         if not self._tokenizer.is_special(entry.token_id):
-            choice.num_chars += len(entry.token)
+            choice.num_chars += _num_characters(entry.raw)
 
     def _chunk(self, index: int, text: str, logprobs: Json | None, *, ended: bool = False) -> Json:
         choice = self._choices[index]
@@ -424,6 +424,11 @@ class CompletionAnswers:
         """They go with a stream's first chunk."""
         warnings, self._warnings = self._warnings, []
         return warnings
+
+
+def _num_characters(raw: bytes) -> int:
+    """Characters that begin in a token's bytes; one that is spread over tokens counts with the first of them."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)
 
 
 def _text_logprobs(entries: Sequence[tuple[TextLogprob, int]]) -> Json:

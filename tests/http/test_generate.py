@@ -289,6 +289,22 @@ async def test_echo_with_logprobs_covers_the_prompt(server: Served, first_is_sen
         assert merged["text_offset"] == [0, 1, 3]
 
 
+async def test_offsets_are_places_in_the_text_also_where_characters_are_split(server: Served) -> None:
+    """R25: a token of half a character reads as U+FFFD by itself, and would move all offsets behind it."""
+    pieces = [b"a", b"\xe4\xb8", b"\xad", b"b\xf0\x9f", b"\x98\x80c", b"d"]
+    entries = tuple(TextLogprob(7, raw.decode(errors="replace"), raw, -0.5) for raw in pieces)
+    text = b"".join(pieces).decode()
+    server.backend.script = lambda request: [
+        text_delta(request.request_id, text, (7,) * len(pieces), make_finish(), logprobs=entries)
+    ]
+
+    (choice,) = (await server.complete(logprobs=0)).json()["choices"]
+
+    assert choice["text"] == text == "a中b😀cd"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 4, 5]
+    assert text[5] == "d"
+
+
 def server_id(character: str) -> int:
     """Id of one ASCII letter in the nano tokenizer: three specials, then the printable bytes in order."""
     return 3 + ord(character) - ord("!")
