@@ -10,6 +10,7 @@ the transfers between the two are missing, which every figure says.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -130,22 +131,21 @@ class Bench:
         Without drafts every step has new ids, so that each is another sample of the routers' choices. With drafts a row
         goes on from what the step before it gave, as in the server: blocks may have been drafted behind that step.
         """
-        rows = self._rows(num_rows, context)
-        speculation = None
-        if drafts:
-            total = num_rows * (1 + self._gamma)
-            speculation = Speculation(self._gamma, (total, total))
+        plans = itertools.cycle([Plan(StepKind.DECODE, self._rows(num_rows, context), replays=True) for _ in range(8)])
+        total = num_rows * (1 + self._gamma)
+        speculation = Speculation(self._gamma, (total, total))
+        rows = next(plans).rows
 
         def run() -> None:
+            self._executor.step(next(plans), (num_rows, num_rows))
+
+        def run_drafted() -> None:
             nonlocal rows
             plan = Plan(StepKind.DECODE, rows, speculation=speculation, replays=True)
             output = self._executor.step(plan, (num_rows, num_rows))
-            if drafts:
-                rows = tuple(_behind(row, done.token_ids) for row, done in zip(rows, output.rows, strict=True))
-            else:
-                rows = self._rows(num_rows, context)
+            rows = tuple(_behind(row, done.token_ids) for row, done in zip(rows, output.rows, strict=True))
 
-        return run
+        return run_drafted if drafts else run
 
     def prefill(self, num_tokens: int) -> Callable[[], None]:
         """A chunk from position 0."""
