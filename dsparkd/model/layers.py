@@ -71,7 +71,11 @@ class WideLinear:
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """x [..., n] float32 -> (mean of squares + eps) ** -1/2, [..., 1]."""
+    """x [..., n] float32 -> (mean of squares + eps) ** -1/2, [..., 1]. On cuda x is [T, n], contiguous."""
+    if x.is_cuda:
+        from dsparkd.kernels.cuda import norm  # a cpu start imports no triton
+
+        return norm.inverse_rms(x, eps)
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 

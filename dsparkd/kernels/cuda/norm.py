@@ -12,6 +12,7 @@ from torch import Tensor
 from dsparkd.kernels.cuda.attention import rotate_pairs
 from dsparkd.kernels.rotary import Rotation
 
+SQUARES = 4096  # of a row that are added side by side: it fixes the order of the sum
 ROTATE_ROWS = 8  # heads that one program rotates
 
 
@@ -21,6 +22,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = x.new_empty((T, width))
     block = triton.next_power_of_2(width)
     _rms_norm[(T,)](x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block > 2048 else 4)
+    return out
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """x [T, n] float32, contiguous -> (mean of squares + eps) ** -1/2, [T, 1]; torch's mean is cut by T."""
+    T, width = x.shape
+    assert x.is_contiguous()
+    out = x.new_empty((T, 1))
+    if T:
+        _inverse_rms[(T,)](x, out, eps, WIDTH=width, BLOCK=min(SQUARES, triton.next_power_of_2(width)), num_warps=8)
     return out
 
 
@@ -72,3 +83,14 @@ def _rotate(  # type: ignore[no-untyped-def]
     tail = tl.load(places, mask=real, other=0.0).to(tl.float32)
     tail = rotate_pairs(tail, cos, sin, t, R, R, BLOCK_H, BLOCK_R)
     tl.store(places, tail.to(x.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse_rms(x, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    t = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        value = tl.load(x + t * WIDTH + c, mask=c < WIDTH, other=0.0)
+        total += value * value
+    tl.store(out + t, tl.rsqrt(tl.sum(total, 0) / WIDTH + eps))

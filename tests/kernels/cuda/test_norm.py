@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.norm import rms_norm, rotate_
+from dsparkd.kernels.cuda.norm import inverse_rms, rms_norm, rotate_
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.kernels.rotary import rotate_ as torch_rotate_
 from dsparkd.model import layers
@@ -22,6 +22,17 @@ def test_a_norm_is_the_torch_forms_wherever_the_rows_lie(device: torch.device, d
     assert got.is_contiguous()
     assert close(got.cpu(), layers.rms_norm(wide[:, 14:], weight, 1e-6))
     assert torch.equal(rms_norm(there[3:4], weight.to(device), 1e-6), got[3:4])
+
+
+@pytest.mark.parametrize("width", [50, 9000])
+def test_an_inverse_root_mean_square_is_a_rows_own(device: torch.device, width: int) -> None:
+    """As the torch form gives it, within rounding; the same bits beside any other rows."""
+    x = noise(7, width)
+    there = x.to(device)
+    got = inverse_rms(there, 1e-6)
+    assert torch.allclose(got.cpu(), layers.inverse_rms(x, 1e-6), rtol=2e-6)
+    for row in range(7):
+        assert torch.equal(inverse_rms(there[row : row + 1], 1e-6), got[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
