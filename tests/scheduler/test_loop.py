@@ -455,6 +455,25 @@ def test_the_last_plans_are_kept_for_a_crash_report(lab, pair):
     assert records[-1].rank0.vote.num_tokens == 4
 
 
+def test_an_error_of_the_device_ends_the_pair_with_the_plan_of_its_step(lab, pair):
+    """R38: nothing runs the step again on another path, and the record names the rows that the device was given."""
+    rank = pair.ranks[0]
+    calls = []
+
+    def fail(plan, counts):
+        calls.append(plan)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    rank.submit(lab.request("x", 5, max_tokens=8, ignore_eos=True))
+    pair.tick(2)
+    rank.device.step = fail
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        pair.tick()
+    assert len(calls) == 1
+    (row,), (kept,) = calls[0].rows, rank.loop.records[-1].rows
+    assert (kept.request_id, kept.slot, kept.start) == ("x", row.slot, row.start)
+
+
 def test_a_full_channel_fails_the_pair_instead_of_blocking(lab, pair):
     """decisions.md 17: the detokenizer stopped reading; a bounded queue, then PeerError."""
     rank = pair.ranks[0]
