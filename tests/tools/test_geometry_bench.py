@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from dsparkd.config import Hardware, load, resolve
 from dsparkd.kernels.router import Routes
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
@@ -20,7 +22,7 @@ from tests.model.values import small_values
 from tools import flash_files, geometry_rank
 from tools.bench import geometry
 from tools.geometry_rank import Reflected, covered, kernel_modules, part_of
-from tools.harness import ROOT
+from tools.harness import ROOT, merge, to_toml
 from tools.roofline import Roofline
 
 NANO = ROOT / "conf" / "nano"
@@ -277,3 +279,25 @@ async def test_a_stream_is_timed_by_its_events_and_must_be_whole(ends: str) -> N
         else:
             with pytest.raises(RuntimeError, match=r"ended after 2|answered"):
                 await geometry.stream_one(port, "m", [1, 2], 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "shared", "pools"),
+    [
+        ([], False, {"device_bytes": None, "device_fraction": 0.75}),
+        (["--shared-device"], True, {"device_bytes": geometry.SHARED_POOL_BYTES}),
+        (["--device", "cpu"], False, {}),
+    ],
+)
+def test_the_server_is_configured_for_its_devices(
+    tmp_path: Path, words: list[str], shared: bool, pools: dict[str, object]
+) -> None:
+    """What the server would refuse costs a start on a machine that is lent by the minute."""
+    tables = geometry.server_tables(NANO, geometry.parse(words), True)
+    assert tables["engine"]["shared_device"] is shared
+    assert tables["kv"] == pools
+    path = tmp_path / "config.toml"
+    base = tomllib.loads((ROOT / "conf" / "dev.toml").read_text(encoding="utf-8"))
+    path.write_text(to_toml(merge(base, tables)), encoding="utf-8")
+    config = resolve(load(path), Hardware(num_cuda_devices=2))
+    assert (config.engine.weights, config.dspark.enabled) == ("random", True)

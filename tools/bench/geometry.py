@@ -46,6 +46,7 @@ NUM_REQUESTS = {1: 4, 16: 48, 64: 128, 128: 128}  # by concurrency
 STARTUP_S = 420.0
 METRICS_S = 1.2  # after which the ranks' counts have arrived
 MIB, GIB = 1 << 20, 1 << 30
+SHARED_POOL_BYTES = 16 * GIB
 
 SPECULATION = {"off": (False,), "on": (True,), "both": (False, True)}
 
@@ -373,15 +374,21 @@ def mean_step(before: tuple[float, float], after: tuple[float, float]) -> float:
 def server_tables(files: Path, arguments: argparse.Namespace, drafts: bool) -> dict[str, dict[str, object]]:
     """The server's configuration, on top of conf/dev.toml."""
     is_cuda = arguments.device == "cuda"
+    pools: dict[str, object] = {}
+    if arguments.shared_device:
+        pools = {"device_bytes": SHARED_POOL_BYTES}
+    elif is_cuda:
+        pools = {"device_bytes": None, "device_fraction": 0.75}
     return {
         "engine": {
             "checkpoint": str(files),
             "device": arguments.device,
             "dtype": arguments.dtype,
             "weights": "random",
+            "shared_device": arguments.shared_device,
             "max_context_tokens": 16384 if is_cuda else 2048,
         },
-        "kv": {"device_bytes": None, "device_fraction": 0.75} if is_cuda else {},
+        "kv": pools,
         "scheduler": {"max_rows": 64 if is_cuda else 16},
         "dspark": {"enabled": drafts},
         "decode_graph": {"enabled": False} if arguments.eager else {},
@@ -465,6 +472,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.bench geometry", description=str(__doc__).splitlines()[0])
     parser.add_argument("--part", choices=("steps", "headline", "all"), default="all")
     parser.add_argument("--alone", action="store_true", help="one GPU computes what one of two does")
+    parser.add_argument("--shared-device", action="store_true", help="headline: both ranks on one GPU, to try it out")
     parser.add_argument("--layers", type=int, help="the first so many layers alone")
     parser.add_argument("--rows", type=numbers, default=(1, 8, 32, 64), help="decode rows a rank")
     parser.add_argument("--contexts", type=numbers, default=(1024, 8192))
@@ -498,6 +506,7 @@ def main(argv: list[str]) -> int:
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "layers": model.num_hidden_layers,
             "weights": "random",
+            "shared_device": arguments.shared_device,
             "alone": "one rank of two, its peer reflected: no transfers" if arguments.alone else False,
             "incumbent": INCUMBENT_OTHER,
         }
