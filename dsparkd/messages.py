@@ -4,7 +4,7 @@
     rank    -> parent        FromRank        Progress, RankReady, StartFailed, Admitted, Refused, MetricsFrame,
                                              CrashReport, Farewell
     rank    -> detokenizer   ToDetokenizer   TokenDeltas, Farewell
-    detok.  -> parent        FromDetokenizer TextDeltas, MetricsFrame, Farewell
+    detok.  -> parent        FromDetokenizer Progress, StartFailed, TextDeltas, Farewell
     rank    -> probe         ToProbe         ProbeRequest
     probe   -> rank          FromProbe       ProbeReady, ProbeVerdict, ProbeBody
 
@@ -348,7 +348,7 @@ FromProbe = ProbeReady | ProbeVerdict | ProbeBody
 ToRank = RoutedBatch | Abort | Shutdown
 FromRank = Progress | RankReady | StartFailed | Admitted | Refused | MetricsFrame | CrashReport | Farewell
 ToDetokenizer = TokenDeltas | Farewell
-FromDetokenizer = StartFailed | Progress | TextDeltas | MetricsFrame | Farewell
+FromDetokenizer = StartFailed | Progress | TextDeltas | Farewell
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

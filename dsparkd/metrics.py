@@ -1,8 +1,8 @@
 """Every metric of every process.
 
-A process counts in its own `Tally`, plain dictionaries without locks. Ranks and detokenizer send theirs as one
-cumulative frame a second to the parent, whose `Registry` serves the latest frames and its own tally; a process that
-starts again starts from zero, which is what a counter reset means.
+A process counts in its own `Tally`, plain dictionaries without locks. The ranks send theirs as one cumulative frame a
+second to the parent, whose `Registry` serves the latest frames and its own tally; a process that starts again starts
+from zero, which is what a counter reset means.
 """
 
 from __future__ import annotations
@@ -531,7 +531,7 @@ class Frame(Protocol):
 
 
 class Registry:
-    """The parent's one registry: its own tally and the latest frame of each other process. Owned by the event loop."""
+    """The parent's one registry: its own tally and the latest frame of each rank. Owned by the event loop."""
 
     def __init__(self) -> None:
         # Imported here because only the parent serves metrics, and only after it has forked.

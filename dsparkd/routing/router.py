@@ -539,8 +539,6 @@ class Router:
             case TextDeltas():
                 for delta in message.deltas:
                     self._take_delta(delta)
-            case MetricsFrame():
-                self._registry.apply(message)
             case Progress():
                 self._on_progress(message)
                 if message.stage == "detokenizer_ready":
