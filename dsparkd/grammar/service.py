@@ -358,7 +358,8 @@ class Coordinator:
         """
         limit_ns = int(self._config.compile_timeout_s * 1e9)
         for work in self._compiling:
-            if work.thread and self._cpu_clock(work.thread) - work.begun_ns > limit_ns:
+            thread = work.thread  # read once: the worker sets it to 0 at any moment, and asking for that is a crash
+            if thread and self._cpu_clock(thread) - work.begun_ns > limit_ns:
                 raise FatalError(f"the compile of grammar {work.digest}, which its probe finished, does not end")
 
     def _count(
