@@ -23,6 +23,7 @@ from dsparkd.errors import InvariantError
 from dsparkd.executor.draft import anchor_positions, drawn_temperatures, sampling_params
 from dsparkd.executor.plan import Plan, PlanRow
 from dsparkd.executor.staging import Tokens, check, lay_out, ranges
+from dsparkd.kernels.sources import Origin, sources
 from dsparkd.kernels.tiles import KEY_TILE, ROW_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
@@ -245,9 +246,9 @@ class VerifyShape:
         words, T = self.feed.tensors, self.num_tokens
         positions = words["positions"]
         window = self._pool.geometry.window
-        wanted = positions[:, None] + torch.arange(1 - window, 1, device=self._device)  # [T, W]
-        own = (words["slots"][:, None], words["starts"][:, None], words["offsets"][:, None])
-        sources = _sources(wanted, self._pool.geometry.window_ring_rows, *own)
+        ring = self._pool.geometry.window_ring_rows
+        origin = Origin(ring, words["slots"], words["starts"], words["offsets"])
+        window_sources = sources(positions, 1 - window, window, origin)  # [T, W]
         first = (window - 1 - positions).clamp(min=0)
         picked = self._windows.view(-1).index_select(0, words["picks"].clamp(min=0))
         compressed = {each.ratio: self._compressed(each, is_long=is_long) for each in self._ratios}
@@ -259,7 +260,7 @@ class VerifyShape:
             logit_rows=self._tokens,
             num_logits=T,
             attention=AttentionMetadata(
-                blocks=(WindowBlock(0, T, sources, first, all_visible=False),),
+                blocks=(WindowBlock(0, T, window_sources, first, all_visible=False),),
                 window_store=RingStore(self._tokens, words["window.dst"]),
                 csa=compressed.get(CSA_RATIO),
                 hca=compressed.get(HCA_RATIO),
@@ -272,9 +273,8 @@ class VerifyShape:
             return self.feed.tensors[f"{ratio.name}.{name}"]
 
         closing = part("closing")
-        wanted = closing[:, None] + torch.arange(-ratio.before, ratio.ratio, device=self._device)  # [N, span]
-        own = (part("slots")[:, None], part("starts")[:, None], part("offsets")[:, None])
-        sources = _sources(wanted, ratio.ring, *own)
+        origin = Origin(ratio.ring, part("slots"), part("starts"), part("offsets"))
+        rows = sources(closing, -ratio.before, ratio.before + ratio.ratio, origin)  # [N, span]
         pages = self.feed.tensors["pages"][:, : _whole_tiles(self._num_pages, ratio.page_entries)]
         entries = torch.arange(ratio.page_entries, device=self._device)
         entry_slots = (pages[:, :, None] * ratio.page_entries + entries).flatten(1)  # [R, E]
@@ -283,11 +283,11 @@ class VerifyShape:
             most = min(most, self._topk)
         return CompressedMetadata(
             store=RingStore(self._tokens, part("dst")),
-            closing=sources.view(-1),
+            closing=rows.view(-1),
             num_closing=ratio.capacity,
             closing_positions=closing,
             closing_dst=part("places"),
-            first=sources[:, 0] == 0 if ratio.before and self._device.type == "cpu" else None,
+            first=rows[:, 0] == 0 if ratio.before and self._device.type == "cpu" else None,
             counts=part("counts"),
             row_ids=self.feed.tensors["rows"],
             entry_slots=entry_slots,
@@ -338,13 +338,12 @@ class DraftShape:
     def inputs(self) -> DraftInputs:
         """What the drafter reads, made of the words on the device; part of what a graph captures."""
         words, geometry = self.feed.tensors, self._pool.geometry
-        positions, ring = words["positions"], geometry.draft_ring_rows
-        wanted = positions[:, None] + torch.arange(-geometry.window, 0, device=positions.device)  # [B, W]
+        positions, origin = words["positions"], Origin(geometry.draft_ring_rows, words["slots"])
         return DraftInputs(
             anchor_ids=words["anchor_ids"],
             positions=positions,
             rings=self._pool.draft_keys,
-            sources=torch.where(wanted < 0, 0, words["slots"][:, None] * ring + wanted.remainder(ring)),
+            sources=sources(positions, -geometry.window, geometry.window, origin),
             first=(geometry.window - positions).clamp(min=0),
             all_visible=False,
             num_live_blocks=words["num_live"],
@@ -361,12 +360,6 @@ class DraftShape:
             choices=words["choices"],
             is_coupled=self._is_coupled,
         )
-
-
-def _sources(wanted: Tensor, ring: int, slot: Tensor, start: Tensor, offset: Tensor) -> Tensor:
-    """Where each wanted position lies, as executor/staging.py says it on the host."""
-    in_ring = torch.where(wanted < 0, 0, slot * ring + wanted.remainder(ring))
-    return torch.where(wanted >= start, start - offset - wanted - 1, in_ring)
 
 
 def _whole_tiles(num_pages: int, page_entries: int) -> int:
