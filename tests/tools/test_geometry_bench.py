@@ -78,6 +78,17 @@ def test_floors_grow_with_what_a_step_holds() -> None:
     assert prefill.flops / 8192 == pytest.approx(2 * 12.8e9, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("context", "entry_bytes"),
+    [(1024, 21 * 256 * 1024 + 20 * 8 * 1024), (8192, 21 * (512 * 1024 + 2048 * 256) + 20 * 64 * 1024)],
+)
+def test_a_row_reads_its_window_and_the_entries_that_are_chosen(context: int, entry_bytes: int) -> None:
+    """Of long contexts the indexer's keys are all read and 512 entries of them; every HCA entry is."""
+    floors = Roofline(parse_model_config(flash_files.flash_values()))
+    floor = floors.decode((3, 3), 1, context, drafts=False)
+    assert floor.cache_bytes == 3 * (43 * 128 * 1024 + entry_bytes)
+
+
 def packed_rows() -> tuple[torch.Tensor, Routes]:
     """Three tokens and one of padding, in the small geometry: three of eight experts each."""
     ids = torch.tensor([[0, 3, 4], [1, 2, 7], [5, 6, 7], [8, 8, 8]], dtype=torch.int32)
