@@ -190,20 +190,12 @@ def last_ids(windows: Tensor, lengths: Sequence[int], asked: Asked, ids: Tensor)
 
 
 def _accept(drafts: Sequence[Drafted], asked: Asked, token_ids: Sequence[int]) -> list[int]:
-    """How many of each row's chosen ids are kept."""
-    longest = max((len(drafted) for drafted in drafts), default=0)
-    if not longest:
-        return list(asked.readable)
-    num_rows = len(drafts)
-    draft_ids = torch.zeros((num_rows, longest), dtype=torch.int64)
-    target_ids = torch.zeros((num_rows, longest + 1), dtype=torch.int64)
-    at = 0
-    for index, (drafted, readable) in enumerate(zip(drafts, asked.readable, strict=True)):
-        draft_ids[index, : len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
-        target_ids[index, :readable] = torch.tensor(token_ids[at : at + readable], dtype=torch.int64)
+    """How many of each row's chosen ids are kept: accept_coupled on the host, where a step's end waits for it."""
+    kept, at = [], 0
+    for drafted, readable in zip(drafts, asked.readable, strict=True):
+        most, count = min(len(drafted), readable - 1), 0
+        while count < most and drafted[count] == token_ids[at + count]:
+            count += 1
+        kept.append(count + 1 if readable else 0)
         at += readable
-    verify_lens = torch.tensor([len(drafted) for drafted in drafts])
-    accepted = accept_coupled(Block(draft_ids, verify_lens, torch.tensor(asked.readable)), target_ids)
-    return [
-        1 + count if readable else 0 for count, readable in zip(accepted.lens.tolist(), asked.readable, strict=True)
-    ]
+    return kept

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsparkd.errors import InvariantError
+from dsparkd.executor import verify
 from dsparkd.executor.draft import Blocks
 from dsparkd.executor.executor import Executor
 from dsparkd.executor.masks import Held, Masker, Masks
@@ -433,3 +434,27 @@ def test_more_drafts_than_were_agreed_on_are_refused(lab: Lab) -> None:
     lab.desk.blocks["1"] = (1, 2, 3, 4, 5)
     with pytest.raises(InvariantError, match="agreed on"):
         lab.step([sequence.row()], Speculation(GAMMA, (3, 0)))
+
+
+def test_the_device_finds_the_anchors_that_the_host_will() -> None:
+    """Blocks are drafted behind a step from these: accepted drafts, rows that may not be read, refused first drafts."""
+    draw = random.Random(5)
+    for _ in range(200):
+        count, width = draw.randint(1, 6), 6
+        windows = [[draw.randint(0, 2) for _ in range(width)] for _ in range(count)]
+        lengths = [draw.randint(0, width - 1) for _ in range(count)]
+        readable = tuple(draw.randint(1, 1 + length) for length in lengths)
+        drafts = tuple(tuple(row[1 : 1 + length]) for row, length in zip(windows, lengths, strict=True))
+        ids = [
+            row[1 + j] if j + 1 < width and draw.random() < 0.7 else draw.randint(0, 2)
+            for row, number in zip(windows, readable, strict=True)
+            for j in range(number)
+        ]
+        asked = verify.Asked([], [], readable)
+        kept = verify._accept(drafts, asked, ids)
+        firsts = [sum(readable[:index]) for index in range(count)]
+
+        last, steps = verify.last_ids(torch.tensor(windows), lengths, asked, torch.tensor(ids))
+
+        assert steps.tolist() == kept
+        assert last.tolist() == [ids[first + number - 1] for first, number in zip(firsts, kept, strict=True)]
