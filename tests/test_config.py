@@ -266,7 +266,7 @@ def test_ranks_that_share_a_device_need_one_and_a_budget_in_bytes(tmp_path: Path
 
 
 def test_graphs_are_on_where_they_can_be_captured(tmp_path: Path) -> None:
-    """P-22, C-01: left out is a choice by device; true where nothing can be captured is a start failure with a reason."""
+    """P-22, C-01: left out is a choice by device; true where nothing can be captured is a start failure."""
     one_gpu = Hardware(num_cuda_devices=1)
     cuda: Tables = {"engine": {"device": "cuda"}}
     cpu: Tables = {"engine": {"device": "cpu"}}
