@@ -22,8 +22,8 @@ from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
     TURNED_ROWS,
     Tiles,
-    codes_of,
     input_columns,
+    regroup,
     scales_of,
     turn,
     turned_place,
@@ -49,25 +49,26 @@ class TritonExperts:
         self._choose = choose or choose_tiles
         self._first, self._limit = shard.first, shard.limit
         self._num_experts = len(shard.w13)
-        self._w13 = stacked(shard.w13)  # [E * 2 I, D], gate rows first
-        self._w2 = stacked(shard.w2)  # [E * D, I]
+        w13, w2 = stacked(shard.w13), stacked(shard.w2)  # [E * 2 I, D], gate rows first, and [E * D, I]
+        self._format, self._width = w13.format, w13.shape[1]
+        self._w13, self._w2 = (regroup(w13), scales_of(w13)), (regroup(w2), scales_of(w2))
         self._expert_width = shard.w2[0].shape[1]
         # Activations come to lie in the order in which packed weights are multiplied.
-        self._is_hidden_turned = self._w2.format is not Format.DENSE and self._expert_width % FP8_GROUP == 0
+        self._is_hidden_turned = self._format is not Format.DENSE and self._expert_width % FP8_GROUP == 0
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel."""
-        tiles = self._choose(expert_ids.numel(), self._num_experts, self._w13.format, x.dtype)
+        tiles = self._choose(expert_ids.numel(), self._num_experts, self._format, x.dtype)
         return self._sum(x, expert_ids, shares, tiles)
 
     def compile(self) -> None:
         """Compile for every tile shape that loads may ask for, at start: no step shall wait for a compiler."""
-        values = self._w13.values
-        dtype = values.dtype if self._w13.format is Format.DENSE else torch.bfloat16
-        x = torch.zeros((1, self._w13.shape[1]), dtype=dtype, device=values.device)
+        values = self._w13[0]
+        dtype = values.dtype if self._format is Format.DENSE else torch.bfloat16
+        x = torch.zeros((1, self._width), dtype=dtype, device=values.device)
         expert_ids = torch.full((1, 1), self._first, dtype=torch.int32, device=values.device)
         shares = torch.zeros((1, 1), device=values.device)
-        for tiles in tiles_of(self._w13.format, dtype):
+        for tiles in tiles_of(self._format, dtype):
             self._sum(x, expert_ids, shares, tiles)
 
     def _sum(self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles) -> Tensor:
@@ -85,15 +86,13 @@ class TritonExperts:
         return total
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
-        weight, width = self._w13, self._expert_width
-        is_packed = weight.format is not Format.DENSE
+        width, is_packed = self._expert_width, self._format is not Format.DENSE
         is_turned = is_packed and tiles.rows >= TURNED_ROWS and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
         _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
             x,
-            codes_of(weight),
-            scales_of(weight),
+            *self._w13,
             layout.choices,
             layout.tile_experts,
             shares,
@@ -105,7 +104,7 @@ class TritonExperts:
             EXPERT_WIDTH=width,
             TURN=is_packed and not is_turned,
             HIDDEN_TURNED=self._is_hidden_turned,
-            FORMAT=FORMAT_CODES[weight.format],
+            FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
             EVEN=width % tiles.outputs == 0 and x.shape[1] % tiles.inputs == 0,
@@ -115,21 +114,21 @@ class TritonExperts:
             BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            maxnreg=tiles.registers,
         )
 
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
-        weight, width = self._w2, outputs.shape[1]
+        width = outputs.shape[1]
         _down_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
             hidden,
-            codes_of(weight),
-            scales_of(weight),
+            *self._w2,
             layout.tile_experts,
             outputs,
             len(layout.tile_experts),
             WIDTH=width,
             EXPERT_WIDTH=hidden.shape[1],
-            TURN=weight.format is not Format.DENSE and not self._is_hidden_turned,
-            FORMAT=FORMAT_CODES[weight.format],
+            TURN=self._format is not Format.DENSE and not self._is_hidden_turned,
+            FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
             EVEN=width % tiles.outputs == 0 and hidden.shape[1] % tiles.inputs == 0,
@@ -139,6 +138,7 @@ class TritonExperts:
             BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            maxnreg=tiles.registers,
         )
 
 
@@ -150,7 +150,7 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
         Tiles(16, 64, 128, 4, 3),
         Tiles(32, 64, 128, 4, 3),
         Tiles(64, 64, 128, 4, 3),
-        Tiles(128, 128, 64, 8, 3) if form is Format.DENSE else Tiles(128, 64, 128, 4, 3),
+        Tiles(128, 128, 64, 8, 3) if form is Format.DENSE else Tiles(256, 64, 128, 8, 3),
     )
 
 

@@ -24,8 +24,8 @@ from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
     TURNED_ROWS,
     Tiles,
-    codes_of,
     input_columns,
+    regroup,
     scales_of,
     turn,
     weight_tile,
@@ -55,7 +55,8 @@ class TritonLinear:
         groups: int = 1,
         choose: Callable[[int, Format, torch.dtype], Tiles] | None = None,
     ) -> None:
-        self._weight = weight
+        self._format, self._shape = weight.format, weight.shape
+        self._values, self._scales = regroup(weight), scales_of(weight)
         self._groups = groups
         self._wide = wide
         self._choose = choose or choose_tiles
@@ -64,21 +65,19 @@ class TritonLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See LinearKernel."""
-        return self._product(x, self._choose(x.shape[0], self._weight.format, x.dtype))
+        return self._product(x, self._choose(x.shape[0], self._format, x.dtype))
 
     def compile(self) -> None:
         """Compile for every tile shape that rows may ask for, at start: no step shall wait for a compiler."""
-        values = self._weight.values
-        dtype = values.dtype if self._weight.format is Format.DENSE else torch.bfloat16
-        x = torch.zeros((1, self._groups * self._weight.shape[1]), dtype=dtype, device=values.device)
-        for tiles in tiles_of(self._weight.format, dtype):
+        dtype = self._values.dtype if self._format is Format.DENSE else torch.bfloat16
+        x = torch.zeros((1, self._groups * self._shape[1]), dtype=dtype, device=self._values.device)
+        for tiles in tiles_of(self._format, dtype):
             for spread in {False, self._is_spread(1, tiles)}:
                 self._product(x, tiles, spread)
 
     def _product(self, x: Tensor, tiles: Tiles, spread: bool | None = None) -> Tensor:
         """spread: a program for each split; None for where there are few programs."""
-        weight = self._weight
-        M, (O, I) = x.shape[0], weight.shape  # noqa: E741
+        M, (O, I) = x.shape[0], self._shape  # noqa: E741
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         if not M:
             return out
@@ -87,7 +86,7 @@ class TritonLinear:
         if spread is None:
             spread = self._is_spread(M, tiles)
         programs = triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs)
-        is_packed = weight.format is not Format.DENSE
+        is_packed = self._format is not Format.DENSE
         is_turned = is_packed and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
@@ -96,8 +95,8 @@ class TritonLinear:
             parts = torch.empty((self._splits, M, O), dtype=torch.float32, device=x.device)
         _linear_kernel[(programs, self._splits if spread else 1)](
             x,
-            codes_of(weight),
-            scales_of(weight),
+            self._values,
+            self._scales,
             out,
             parts,
             self._arrivals,
@@ -108,7 +107,7 @@ class TritonLinear:
             SPREAD=spread,
             TURN=is_packed and not is_turned,
             GROUPS=self._groups,
-            FORMAT=FORMAT_CODES[weight.format],
+            FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
             EVEN=O % tiles.outputs == 0 and I % tiles.inputs == 0,
@@ -118,12 +117,13 @@ class TritonLinear:
             BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            maxnreg=tiles.registers,
         )
         return out
 
     def _is_spread(self, num_rows: int, tiles: Tiles) -> bool:
         """Whether so few programs would be made that each split gets one; where one row is not spread, none are."""
-        outputs = self._weight.shape[0]
+        outputs = self._shape[0]
         programs = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs)
         return self._splits > 1 and programs < SPREAD_PROGRAMS
 
@@ -145,14 +145,14 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
         Tiles(16, 64, 128, 4, 4),
         Tiles(32, 64, 128, 4, 4),
         Tiles(64, 64, 128, 4, 3),
-        Tiles(128, 128, 64, 8, 3) if form is Format.DENSE else Tiles(128, 128, 128, 8, 3),
+        Tiles(128, 128, 128, 8, 3),
     )
 
 
 def choose_tiles(num_rows: int, form: Format, dtype: torch.dtype) -> Tiles:
     """Pick one of them for a number of rows."""
     shapes = tiles_of(form, dtype)
-    return shapes[min(sum(num_rows > limit for limit in (16, 64, 512)), len(shapes) - 1)]
+    return shapes[min(sum(num_rows > limit for limit in (16, 32, 192)), len(shapes) - 1)]
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]

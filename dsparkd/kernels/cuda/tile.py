@@ -5,6 +5,14 @@ the bit. Codes are not converted but shifted: their bits are those of a bfloat16
 too small by a power of two, which the scale's factor makes up for. So factors reach bfloat16's last exponent sooner
 than scales do: at MAX_SCALES, which the loader checks.
 
+Integer operations bound these products of few rows, so `regroup` orders the bits of each word of codes once, when a
+weight is taken over, for the fewest of them. A word becomes words of two bfloat16 values, of which each half has
+four codes' bits (FP4) or two's (FP8), by letters of the pairs, s sign, e exponent, m mantissa, from bit 15 on:
+
+    FP4: As Ds Cs Bs  De De Dm Ae  Ae Am Be Be  Bm Ce Ce Cm    A in place; B is shifted left by 3; C left by 6, its
+                                                               sign by 2; D right by 3, its sign left by 1
+    FP8: As Bs Be Be  Be Ae Ae Ae  Ae Am Am Am  Be Bm Bm Bm    A in place; B in three pieces
+
 The matrix unit gives each thread t of four the columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every sixteen. Tiles of packed
 weights have their columns in another order, in which those of a thread are 32 that lie side by side: it loads 16 codes
 of four bits, or 8 of eight, at once, and they share a scale. Of every 128 columns 32 t + 4 j + 2 h + i comes to place
@@ -27,17 +35,19 @@ from dsparkd.kernels.weight import Format, Weight
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Shape of a product's tiles (rows, outputs, inputs a step), the warps that compute one, and how many steps are
-    loaded ahead."""
+    """Shape of a product's tiles (rows, outputs, inputs a step), the warps that compute one, how many steps are loaded
+    ahead, and the most registers of a thread: with fewer, more tiles are under way at once. None: as many as wanted."""
 
     rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 TURNED_COLUMNS = 1024  # of one program that turns them
+REGROUPED = 4096  # words of one program
 TURNED_ROWS = 64  # with tiles of so many rows it pays to turn the inputs once, before the product
 FORMAT_CODES = {Format.DENSE: 0, Format.FP8: 1, Format.FP4: 2}  # what kernels are compiled for
 
@@ -57,7 +67,7 @@ def weight_tile(  # type: ignore[no-untyped-def]
 ):
     """Columns k .. k + BLOCK_K of these weight rows [BLOCK_N], zeros past the end -> [BLOCK_N, BLOCK_K] OPERAND.
 
-    values, scales: codes_of and scales_of a weight; rows: int64. EVEN: nothing lies past an end. BLOCK_K of packed
+    values, scales: regroup and scales_of a weight; rows: int64. EVEN: nothing lies past an end. BLOCK_K of packed
     weights is a multiple of 128, and so is k.
     """
     if FORMAT == 0:
@@ -133,15 +143,14 @@ def _fp8_tile(  # type: ignore[no-untyped-def]
     if tl.bfloat16 == OPERAND:
         first, second = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            and.b32 $0, a, 0x80008000;
-            and.b32 $1, b, 0x80008000;
-            shr.u32 a, a, 4;
-            shr.u32 b, b, 4;
-            lop3.b32 $0, a, 0x07F007F0, $0, 0xEA;
-            lop3.b32 $1, b, 0x07F007F0, $1, 0xEA;
+            .reg .b32 low, high, sign;
+            shl.b32 low, $2, 4;
+            shr.u32 high, $2, 3;
+            shl.b32 sign, $2, 1;
+            and.b32 $0, $2, 0x87F087F0;
+            and.b32 $1, low, 0x00F000F0;
+            lop3.b32 $1, high, 0x07000700, $1, 0xEA;
+            lop3.b32 $1, sign, 0x80008000, $1, 0xEA;
             mul.rn.bf16x2 $0, $0, $3;
             mul.rn.bf16x2 $1, $1, $3;
             }""",
@@ -151,12 +160,10 @@ def _fp8_tile(  # type: ignore[no-untyped-def]
             is_pure=True,
             pack=1,
         )
-        pairs = tl.join(first, second)
     else:
-        spread = (words & 0xFF) | ((words & 0xFF00) << 8)
-        high = ((words >> 16) & 0xFF) | ((words >> 8) & 0xFF0000)
-        pairs = tl.join(spread, high)
-        pairs = ((pairs << 8) & -0x7FFF8000) | ((pairs << 4) & 0x07F007F0)
+        first = words & -0x780F7810
+        second = ((words << 4) & 0x00F000F0) | ((words >> 3) & 0x07000700) | ((words << 1) & -0x7FFF8000)
+    pairs = tl.join(first, second)
     # [.., t, j, h], as the codes lie, to [.., j, h, t].
     pairs = tl.permute(tl.reshape(pairs, (BLOCK_N, GROUPS, 4, 8, 2)), (0, 1, 3, 4, 2))
     plain = _halves(tl.reshape(pairs, (BLOCK_N, BLOCK_K // 2)), OPERAND)
@@ -193,24 +200,18 @@ def _fp4_tile(  # type: ignore[no-untyped-def]
     if tl.bfloat16 == OPERAND:
         first, second, third, fourth = tl.inline_asm_elementwise(
             """{
-            .reg .b32 low, a, b, c, d;
-            shl.b32 low, $4, 4;
-            prmt.b32 a, low, $4, 0x4400;
-            prmt.b32 b, low, $4, 0x5511;
-            prmt.b32 c, low, $4, 0x6622;
-            prmt.b32 d, low, $4, 0x7733;
-            and.b32 $0, a, 0x80008000;
-            and.b32 $1, b, 0x80008000;
-            and.b32 $2, c, 0x80008000;
-            and.b32 $3, d, 0x80008000;
-            shr.u32 a, a, 6;
-            shr.u32 b, b, 6;
-            shr.u32 c, c, 6;
-            shr.u32 d, d, 6;
-            lop3.b32 $0, a, 0x01C001C0, $0, 0xEA;
-            lop3.b32 $1, b, 0x01C001C0, $1, 0xEA;
-            lop3.b32 $2, c, 0x01C001C0, $2, 0xEA;
-            lop3.b32 $3, d, 0x01C001C0, $3, 0xEA;
+            .reg .b32 b, c, cs, d, ds;
+            shl.b32 b, $4, 3;
+            shl.b32 c, $4, 6;
+            shl.b32 cs, $4, 2;
+            shr.u32 d, $4, 3;
+            shl.b32 ds, $4, 1;
+            and.b32 $0, $4, 0x81C081C0;
+            and.b32 $1, b, 0x81C081C0;
+            and.b32 $2, c, 0x01C001C0;
+            and.b32 $3, d, 0x01C001C0;
+            lop3.b32 $2, cs, 0x80008000, $2, 0xEA;
+            lop3.b32 $3, ds, 0x80008000, $3, 0xEA;
             mul.rn.bf16x2 $0, $0, $5;
             mul.rn.bf16x2 $1, $1, $5;
             mul.rn.bf16x2 $2, $2, $5;
@@ -223,12 +224,10 @@ def _fp4_tile(  # type: ignore[no-untyped-def]
             pack=1,
         )
     else:
-        first, second, third, fourth = (
-            _fp4_pair(words),
-            _fp4_pair(words >> 8),
-            _fp4_pair(words >> 16),
-            _fp4_pair(words >> 24),
-        )
+        first = words & -0x7E3F7E40
+        second = (words << 3) & -0x7E3F7E40
+        third = ((words << 6) & 0x01C001C0) | ((words << 2) & -0x7FFF8000)
+        fourth = ((words >> 3) & 0x01C001C0) | ((words << 1) & -0x7FFF8000)
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))  # [.., words, j of a word, h]
     # [.., t, word, j of it, h], as the codes lie, to [.., word, j, h, t].
     pairs = tl.permute(tl.reshape(pairs, (BLOCK_N, BLOCKS, 4, 4, 2, 2)), (0, 1, 3, 4, 5, 2))
@@ -237,13 +236,6 @@ def _fp4_tile(  # type: ignore[no-untyped-def]
         return tl.reshape(plain, (BLOCK_N, BLOCK_K))
     else:
         return _exact_product(plain, scale + 126, BLOCK_N, BLOCK_K)
-
-
-@triton.jit
-def _fp4_pair(byte):  # type: ignore[no-untyped-def]
-    """The lowest byte's codes as words of two bfloat16 values: signs by one multiplication, the rest by another."""
-    wide = byte & 0xFF
-    return ((wide * 0x1001000) & -0x7FFF8000) | ((wide * 0x40040) & 0x01C001C0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -291,9 +283,43 @@ def _halves(pairs, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
         return tl.join((pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True))
 
 
-def codes_of(weight: Weight) -> Tensor:
-    """Return the values as kernels read them: codes in words of four bytes."""
-    return weight.values if weight.format is Format.DENSE else weight.values.view(torch.int32)
+def regroup(weight: Weight) -> Tensor:
+    """Return a dense weight's values as they are, and of a packed one a copy of its words [O, words] int32, whose bits
+    lie in the order that kernels take them apart in."""
+    if weight.format is Format.DENSE:
+        return weight.values
+    words = weight.values.view(torch.int32)
+    regrouped = torch.empty_like(words)
+    _regroup[(triton.cdiv(words.numel(), REGROUPED),)](
+        words, regrouped, words.numel(), FORMAT=FORMAT_CODES[weight.format], BLOCK=REGROUPED
+    )
+    return regrouped
+
+
+@triton.jit(do_not_specialize=["num_words"])  # type: ignore[untyped-decorator]
+def _regroup(words, regrouped, num_words, FORMAT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + index, mask=index < num_words, other=0)
+    if FORMAT == 1:
+        own = _fp8_half(word, 0) | (_fp8_half(word, 8) << 16)
+    else:
+        own = _fp4_half(word, 0) | (_fp4_half(word, 4) << 16)
+    tl.store(regrouped + index, own, mask=index < num_words)
+
+
+@triton.jit
+def _fp8_half(word, first):  # type: ignore[no-untyped-def]
+    """Bits of the codes at `first` (A) and 16 further (B), as bits of a half."""
+    a, b = word >> first, word >> (first + 16)
+    return ((a & 0x80) << 8) | ((a & 0x7F) << 4) | ((b & 0x80) << 7) | ((b & 0x70) << 7) | (b & 0x0F)
+
+
+@triton.jit
+def _fp4_half(word, first):  # type: ignore[no-untyped-def]
+    """Bits of the codes at `first` (A) and 8 (B), 16 (C) and 24 (D) further, as bits of a half."""
+    a, b, c, d = word >> first, word >> (first + 8), word >> (first + 16), word >> (first + 24)
+    signs = ((a & 8) << 12) | ((b & 8) << 9) | ((c & 8) << 10) | ((d & 8) << 11)
+    return signs | ((a & 7) << 6) | ((b & 7) << 3) | (c & 7) | ((d & 7) << 9)
 
 
 def scales_of(weight: Weight) -> Tensor:
