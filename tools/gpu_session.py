@@ -2,8 +2,8 @@
 
     python -m tools.gpu_session --part nano|kernels|gates|bench|geometry|quality|suite|exchange --out DIR [--commit ID]
 
-nano: the cuda_ids gate and the tests marked gpu and gpu2. kernels: each against its reference, and how near to the
-hardware it is. gates: what the pipeline waits for, and the ids of both ranks on one GPU. bench: speculation beside
+nano: the cuda_ids gate, graphs against eager, and the tests marked gpu and gpu2. kernels: each against its reference,
+and how near to the hardware it is. gates: what the pipeline waits for, and the ids of both ranks on one GPU. bench: speculation beside
 plain decoding, both ranks on one GPU. geometry: steps and streams of the released geometry with random weights, on two
 GPUs. quality: the whole exam of the shipped checkpoint, served on two GPUs. suite: the cpu test suite, on that host's
 Python and torch, without tests/test_unit_file.py, which needs systemd. exchange: the ranks' agreement beside gloo, on
@@ -58,6 +58,7 @@ GPU_TESTS = (PYTHON, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
 PARTS: dict[str, tuple[Step, ...]] = {
     "nano": (
         Step("cuda_ids", (PYTHON, "-m", "tools.gates", "cuda_ids"), 240),
+        Step("graph_ids", (PYTHON, "-m", "tools.gates", "cuda_ids", "--graphs"), 150),
         Step("gpu_tests", (PYTHON, "-m", "pytest", "-m", "gpu or gpu2", "-p", "no:cacheprovider"), 120),
     ),
     "kernels": (
@@ -69,6 +70,11 @@ PARTS: dict[str, tuple[Step, ...]] = {
     ),
     "gates": (
         Step("trace", (PYTHON, "-m", "tools.gates", "pipeline_trace", "--out", "{out}/pipeline_trace.json"), 100),
+        Step(
+            "trace_graphs",
+            (PYTHON, "-m", "tools.gates", "pipeline_trace", "--graphs", "--out", "{out}/pipeline_trace_graphs.json"),
+            100,
+        ),
         Step("shared_ids", (PYTHON, "-m", "tools.gates", "cuda_ids", "--shared-device"), 150),
         Step("other_tests", (*GPU_TESTS, "tests/executor", "tests/grammar", "tests/gpu"), 150),
     ),
