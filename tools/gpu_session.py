@@ -3,11 +3,11 @@
     python -m tools.gpu_session --part nano|kernels|gates|bench|geometry|quality|suite|exchange --out DIR [--commit ID]
 
 nano: the cuda_ids gate, graphs against eager, and the tests marked gpu and gpu2. kernels: each against its reference,
-and how near to the hardware it is. gates: what the pipeline waits for, and the ids of both ranks on one GPU. bench: speculation beside
-plain decoding, both ranks on one GPU. geometry: steps and streams of the released geometry with random weights, on two
-GPUs. quality: the whole exam of the shipped checkpoint, served on two GPUs. suite: the cpu test suite, on that host's
-Python and torch, without tests/test_unit_file.py, which needs systemd. exchange: the ranks' agreement beside gloo, on
-an idle host and while both GPUs are busy (needs a C compiler).
+and how near to the hardware it is. gates: what the pipeline waits for, and the ids of both ranks on one GPU. bench:
+speculation beside plain decoding, both ranks on one GPU. geometry: steps and streams of the released geometry with
+random weights, on two GPUs. quality: the whole exam of the shipped checkpoint, served on two GPUs. suite: the cpu
+test suite, on that host's Python and torch, without tests/test_unit_file.py, which needs systemd. exchange: the
+ranks' agreement beside gloo, on an idle host and while both GPUs are busy (needs a C compiler).
 Each part ends within ten minutes, writes DIR/PART.json and the output of each step, and prints a short table last.
 Without a .git directory beside it, name the commit.
 """
