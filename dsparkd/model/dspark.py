@@ -18,6 +18,7 @@ from torch import Tensor
 from dsparkd.errors import CheckpointError
 from dsparkd.kernels import noise
 from dsparkd.kernels.attention import WindowKeys
+from dsparkd.kernels.beside import Beside
 from dsparkd.kernels.tiles import ROW_TILE
 from dsparkd.model.attention import Projections, Rotations
 from dsparkd.model.config import DSparkConfig, ModelConfig
@@ -80,12 +81,12 @@ class Drafts:
 class Stage:
     """One draft stage: attention over context and block, then experts, each inside its own hyper-connection."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, stage: int, rank: int) -> None:
+    def __init__(self, config: ModelConfig, source: WeightSource, stage: int, rank: int, beside: Beside) -> None:
         prefix = f"mtp.{stage}"
         self._attention_connection = HyperConnection(config, source, prefix, "attn")
         self.projections = Projections(config, source, f"{prefix}.attn")
         self._experts_connection = HyperConnection(config, source, prefix, "ffn")
-        self.moe = MoE(config, source, f"{prefix}.ffn", hashed=False, rank=rank)
+        self.moe = MoE(config, source, f"{prefix}.ffn", hashed=False, rank=rank, beside=beside)
 
     def forward(self, streams: Tensor, rows: _Rows, ring: Tensor, exchange: ExpertExchange) -> Tensor:
         """streams [T, S, D], ring [R, d] -> the next stage's streams."""
@@ -119,7 +120,7 @@ class Drafter:
         self._embedding, self._head = target.embedding, target.head
         self._main_proj = Linear(source.weight("mtp.0.main_proj"))
         self._main_norm = source.float32("mtp.0.main_norm.weight")
-        self.stages = [Stage(config, source, stage, rank) for stage in range(self.dspark.num_stages)]
+        self.stages = [Stage(config, source, stage, rank, target.beside) for stage in range(self.dspark.num_stages)]
         last = f"mtp.{self.dspark.num_stages - 1}."
         self._head_connection = HyperHead(config, source, last)
         self._norm = source.float32(f"{last}norm.weight")

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsparkd.errors import CheckpointError
 from dsparkd.kernels import experts as kernel
 from dsparkd.kernels import feed_forward, router
+from dsparkd.kernels.beside import Beside, in_line
 from dsparkd.kernels.router import RouterRule, Routes
 from dsparkd.kernels.weight import stacked
 from dsparkd.model.config import ModelConfig
@@ -90,10 +91,16 @@ def unpack(rows: Tensor, dtype: torch.dtype, width: int, top_k: int) -> tuple[Te
 
 
 class MoE:
-    """One layer's feed-forward half; `name` is its official prefix, for instance layers.3.ffn."""
+    """One layer's feed-forward half; `name` is its official prefix, for instance layers.3.ffn.
 
-    def __init__(self, config: ModelConfig, source: WeightSource, name: str, hashed: bool, rank: int) -> None:
+    beside: runs the shared expert beside the others.
+    """
+
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, name: str, hashed: bool, rank: int, beside: Beside = in_line
+    ) -> None:
         self._limit = config.swiglu_limit
+        self._beside = beside
         self._packed_width = config.hidden_size * source.dtype.itemsize // 4 + 2 * config.num_experts_per_tok
         self._gate = WideLinear(source.exact(f"{name}.gate.weight"))
         rule = RouterRule(
@@ -112,10 +119,11 @@ class MoE:
 
     def forward(self, x: Tensor, input_ids: Tensor, num_live: Tensor, exchange: ExpertExchange) -> Tensor:
         """x [T, D], normed; input_ids [T]; tokens from num_live [1] int64 on are padding -> [T, D]."""
+        # The shared expert waits for nobody: it runs while rows are routed and travel.
+        shared = self._beside(lambda: self._shared_w2(self._between.activate(self._shared_w13(x), self._limit)))
         routes = self._route(self._gate(x), input_ids, num_live)
         partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, routes))))
-        shared = self._shared_w2(self._between.activate(self._shared_w13(x), self._limit))
-        return self._between.add(partials, shared)
+        return self._between.add(partials, shared())
 
     def assist(self, exchange: ExpertExchange, device: torch.device) -> None:
         """Compute this rank's experts for the peer's tokens, with none of its own."""

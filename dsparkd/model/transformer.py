@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsparkd.kernels import beside
+from dsparkd.kernels.beside import Beside
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.attention import Attention, Rotations
 from dsparkd.model.config import ModelConfig
@@ -30,12 +32,12 @@ class ForwardOutputs:
 class Block:
     """One layer: attention, then experts, each inside its own hyper-connection."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, layer: int, rank: int) -> None:
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int, rank: int, beside: Beside) -> None:
         prefix = f"layers.{layer}"
         self._attention_connection = HyperConnection(config, source, prefix, "attn")
         self.attention = Attention(config, source, layer)
         self._experts_connection = HyperConnection(config, source, prefix, "ffn")
-        self.moe = MoE(config, source, f"{prefix}.ffn", layer < config.num_hash_layers, rank)
+        self.moe = MoE(config, source, f"{prefix}.ffn", layer < config.num_hash_layers, rank, beside)
 
     def forward(
         self, streams: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool, exchange: ExpertExchange
@@ -57,7 +59,8 @@ class Transformer:
         self.dtype = source.dtype
         self.device = device
         self.embedding = source.linear("embed")
-        self.blocks = [Block(config, source, layer, rank) for layer in range(config.num_hidden_layers)]
+        self.beside = beside.bind(device)
+        self.blocks = [Block(config, source, layer, rank, self.beside) for layer in range(config.num_hidden_layers)]
         self._head_connection = HyperHead(config, source, "")
         self._norm = source.float32("norm.weight")
         self.head = WideLinear(source.exact("head.weight"))

@@ -104,6 +104,42 @@ def test_the_layer_follows_the_definition(small_checkpoint: Path, config: ModelC
     assert torch.allclose(got, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
+def test_the_shared_expert_runs_while_rows_travel(small_checkpoint: Path, config: ModelConfig) -> None:
+    """It is launched before the router, and waited for behind the peers' sums alone."""
+    events: list[str] = []
+
+    def run(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        events.append("begin")
+        result = work()
+
+        def join() -> Tensor:
+            events.append("join")
+            return result
+
+        return join
+
+    class Watch(LocalExpertExchange):
+        """The exchange, which says when it is used."""
+
+        def gather(self, rows: Tensor) -> Tensor:
+            events.append("gather")
+            return super().gather(rows)
+
+        def combine(self, partial: Tensor) -> Tensor:
+            events.append("combine")
+            return super().combine(partial)
+
+    peer = load(small_checkpoint, config, 1, 4)
+    with Checkpoint(small_checkpoint, config, torch.float32, CPU, (0,)) as checkpoint:
+        moe = MoE(config, checkpoint, "layers.4.ffn", False, 0, run)
+    exchange = Watch([peer.experts])
+    exchange.begin_step((16, 0))
+    x, ids = noise(16, 64), torch.arange(16)
+    got = moe.forward(x, ids, torch.tensor([16]), exchange)
+    assert events == ["begin", "gather", "combine", "join"]
+    assert torch.equal(got, local(small_checkpoint, config, 4)(x, ids, 16))
+
+
 @pytest.mark.parametrize("layer", [0, 4])
 def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_its_rank(
     small_checkpoint: Path, config: ModelConfig, layer: int
