@@ -1,6 +1,6 @@
-"""Two faults of hypercorn's connections, mended: a wait without an end, and an early answer that ended others.
+"""What is wrong with hypercorn's connections, mended: waits for clients that have left, ends of those that have not.
 
-Both reach into it, so pyproject.toml names the one series that this was written for.
+All of it reaches into hypercorn, so pyproject.toml names the one series that it was written for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import h2.events
 import h2.exceptions
 import h11
 import hypercorn.protocol
-from hypercorn.events import Closed, Event
+from hypercorn.events import Closed, Event, Updated
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 
@@ -37,7 +37,7 @@ class Connection(H11Protocol):
 
     While a request is answered, hypercorn lets the task that reads wait for the answer's end if another request has
     come behind it. When the write of that answer finds that the client has left, nobody tells this task: it waited for
-    ever, and a stop waited for it.
+    ever, and a stop waited for it. Nor is the wait for the next request told when the client has closed.
     """
 
     async def initiate(self) -> None:
@@ -47,7 +47,10 @@ class Connection(H11Protocol):
     async def handle(self, event: Event) -> None:
         """See H11Protocol."""
         await super().handle(event)
-        if isinstance(event, Closed) and isinstance(self.connection, _Requests):
+        if not isinstance(event, Closed):
+            return
+        await self.send(Updated(idle=False))
+        if isinstance(self.connection, _Requests):
             self.connection.has_ended = True
             await self.can_read.set()
 
@@ -59,6 +62,12 @@ class SharedConnection(H2Protocol):
     stream that it had forgotten, and the whole connection ended. HTTP/2 has no other word for "send no more" that
     clients understand, so the rest is read and dropped.
     """
+
+    async def handle(self, event: Event) -> None:
+        """See Connection."""
+        await super().handle(event)
+        if isinstance(event, Closed):
+            await self.send(Updated(idle=False))
 
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:

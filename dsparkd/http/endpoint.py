@@ -95,17 +95,26 @@ class Incoming:
         self.request_id = given
         self.has_header_id = True
 
+    def watch_client(self) -> asyncio.Task[None]:
+        """Return the task that waits for the client's end, and drops what is left of its body until then.
+
+        Somebody must: the HTTP server hands over a few parts of a body and waits until they are taken. It would keep
+        the connection of a request that is answered without its body for ever.
+        """
+        if self._leaving is None:
+            self._leaving = asyncio.ensure_future(_client_left(self.request.receive))
+        return self._leaving
+
     async def while_connected(self, work: Coroutine[object, object, T]) -> T:
         """Run work, and cancel it when the client leaves. Raises ClientLeft then.
 
         The request's body must have been read: the next thing to receive is the client's end. One task waits for it
         through all calls, so it cannot get lost between two.
         """
-        if self._leaving is None:
-            self._leaving = asyncio.ensure_future(_client_left(self.request.receive))
+        leaving = self.watch_client()
         working = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((working, self._leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise ClientLeft
             return working.result()
@@ -168,6 +177,7 @@ class Endpoint:
             if message["type"] == "http.response.start":
                 incoming.status = message["status"]
                 incoming.started = True
+                incoming.watch_client()
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", incoming.request_id.encode())]
             await send(message)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import hypercorn
 import hypercorn.asyncio
 import pytest
 import structlog
@@ -22,6 +21,7 @@ from dsparkd.config import LimitsConfig
 from dsparkd.http.app import build_app
 from dsparkd.http.intake import CompletionWork, Envelope, Intake
 from dsparkd.messages import Admitted, RoutedBatch, TextDelta, TokenizedRequest
+from dsparkd.supervisor import http_settings
 from tests.http.conftest import MODEL, say
 from tests.routing.fakes import FakeBackend, make_config, make_finish, metric, started_backend, text_delta
 
@@ -66,9 +66,7 @@ async def listening(checkpoint: Path, limits: LimitsConfig | None = None) -> Asy
     async with started_backend(config) as backend:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = hypercorn.Config()
-        server.bind = [f"fd://{listener.detach()}"]
-        server.accesslog = server.errorlog = None
+        server = http_settings(listener.detach())
         server.graceful_timeout = 0.1
         stop = asyncio.Event()
         app = build_app(config, backend.router, backend.registry)
@@ -93,6 +91,11 @@ def reset(writer: asyncio.StreamWriter) -> None:
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
+
+
+def connections() -> list[asyncio.Task[object]]:
+    """Tasks of connections that the HTTP server has not let go of."""
+    return [task for task in asyncio.all_tasks() if "_server_callback" in repr(task.get_coro())]
 
 
 def request(request_id: str, **fields: object) -> dict[str, object]:
@@ -209,11 +212,42 @@ async def test_a_client_that_leaves_with_a_request_in_waiting_leaves_no_task(ser
         await asyncio.sleep(0.01)
     assert backend.ranks[0].aborted == ["first"]
     assert backend.ranks[0].request_ids == ["first"]
-
-    def connections() -> list[asyncio.Task[object]]:
-        return [task for task in asyncio.all_tasks() if "_server_callback" in repr(task.get_coro())]
-
     await backend.until(lambda: connections() == [])
+
+
+@pytest.mark.parametrize("is_http2", [False, True])
+async def test_an_idle_connection_goes_with_its_client(server: Listening, is_http2: bool) -> None:
+    """Kept for as long as a client may use it, and not for as long as none can: each holds a descriptor."""
+    base_url = f"http://127.0.0.1:{server.port}"
+    async with httpx.AsyncClient(http1=not is_http2, http2=is_http2, base_url=base_url) as client:
+        assert (await client.get("/health")).status_code == 200
+        await asyncio.sleep(0.02)
+        assert len(connections()) == 1
+    await server.backend.until(lambda: connections() == [])
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("POST /nowhere", 404),
+        ("GET /health", 200),
+        ("PUT /v1/completions", 405),
+        ("POST /v1/completions HTTP/1.1\r\nContent-Encoding: gzip", 415),
+    ],
+)
+async def test_a_request_that_is_answered_without_its_body_keeps_no_connection(
+    server: Listening, head: str, status: int
+) -> None:
+    """R31: the HTTP server waits until somebody takes the body's parts; a thousand such requests used up all files."""
+    for _ in range(3):
+        reader, writer = await server.connect()
+        line, _, more = head.partition(" HTTP/1.1\r\n")
+        headers = "\r\n".join(filter(None, ("Host: x", more, "Transfer-Encoding: chunked")))
+        writer.write(f"{line} HTTP/1.1\r\n{headers}\r\n\r\n".encode() + b"1\r\nx\r\n" * 100 + b"0\r\n\r\n")
+        answer = await asyncio.wait_for(reader.readuntil(b"}"), 5)
+        assert answer.startswith(f"HTTP/1.1 {status}".encode())
+        writer.close()
+    await server.backend.until(lambda: connections() == [])
 
 
 async def test_decision_17_a_client_that_does_not_read_is_aborted_alone(checkpoint: Path) -> None:
@@ -336,6 +370,12 @@ async def test_http2_clients_get_answers_and_refusals(server: Listening) -> None
             assert (answer.http_version, answer.status_code) == ("HTTP/2", 503)
 
 
+async def many_parts() -> AsyncIterator[bytes]:
+    """A body of more parts than the HTTP server hands over at once."""
+    for _ in range(1100):
+        yield b"x"
+
+
 async def test_an_early_answer_over_http2_leaves_its_neighbours_alone(checkpoint: Path) -> None:
     """A proxy's one connection carries many clients: a body that is too large must not end the others' streams."""
     async with listening(checkpoint, LimitsConfig(max_body_bytes=1000)) as server:
@@ -349,6 +389,7 @@ async def test_an_early_answer_over_http2_leaves_its_neighbours_alone(checkpoint
             for path, status in (("/v1/completions", 413), ("/nowhere", 404), ("/v1/completions", 413)):
                 answer = await client.post(path, content=b"x" * 300_000)
                 assert answer.status_code == status
+                assert (await client.post(path, content=many_parts())).status_code == status
             await server.backend.say(text_delta("stay", "whole", (7,), make_finish()))
             text = (await stay.aread()).decode()
             assert "whole" in text
