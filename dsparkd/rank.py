@@ -331,7 +331,7 @@ class Rank:
         )
         board = BoardWriter(open_board(self._wiring.board), dp_rank)
         os.close(self._wiring.board)  # the mapping stays
-        exchange: Exchange = self._native or GlooExchange(groups.gather, self._wiring.peer)
+        exchange: Exchange = self._native or GlooExchange(self._wiring.dp_rank, groups.gather, self._wiring.peer)
         return Loop(
             bounds,
             Lines(self._parent, self._detokenizer, exchange, board.publish),

@@ -109,6 +109,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "all integers of the r
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "a lock would live in one process only");
 _Static_assert(sizeof(_Atomic uint32_t) == 4 && sizeof(_Atomic uint64_t) == 8, "atomics are their integers");
 _Static_assert(sizeof(struct slot) == LINE_BYTES && sizeof(struct side) == LINE_BYTES, "a slot is one line");
+_Static_assert(sizeof(((dsx_outcome *)NULL)->stats) == NUM_CHANNELS * sizeof(dsx_stats), "one for each channel");
 _Static_assert(sizeof(dsx_words) == sizeof(int64_t) * (NUM_FIELDS + NUM_EXTRA + 1), "exchange.py packs it");
 _Static_assert(sizeof(struct channel) == 256 && sizeof(struct rank_area) == 640, "a rank's lines are its own");
 _Static_assert(offsetof(struct region, shared) == 0x040 && offsetof(struct region, unused) == 0x080, "layout 1");
@@ -127,6 +128,7 @@ struct dsx_handle {
     uint64_t timeout_ns, spin_ns;
     uint64_t check_ns; /* when to see again whether the peer lives */
     uint64_t sequence[NUM_CHANNELS];
+    dsx_outcome outcome;
 };
 
 enum { WIPED = 0, LIVE = 0x65766c69, DETACHED = 0x64616564 };
@@ -584,17 +586,15 @@ static uint32_t publish(dsx_handle *handle, int channel, uint64_t sequence, cons
     return 1;
 }
 
-/* What both ranks said in this exchange, once the peer's slot holds its number. */
-static void copy_out(const dsx_handle *handle, int channel, uint64_t sequence, dsx_words *both)
+/* What the peer said in this exchange, once its slot holds the number. */
+static void copy_out(const dsx_handle *handle, int channel, uint64_t sequence, dsx_words *peer)
 {
+    const struct channel *lines = &peer_area(handle)->channel[channel];
     const size_t index = sequence % NUM_SLOTS;
 
-    for (size_t rank = 0; rank < NUM_RANKS; rank++) {
-        const struct channel *lines = &handle->region->rank[rank].channel[channel];
-        memcpy(both[rank].field, lines->slot[index].field, sizeof both[rank].field);
-        memcpy(both[rank].extra, lines->side[index].extra, sizeof both[rank].extra);
-        both[rank].intent = lines->side[index].intent;
-    }
+    memcpy(peer->field, lines->slot[index].field, sizeof peer->field);
+    memcpy(peer->extra, lines->side[index].extra, sizeof peer->extra);
+    peer->intent = lines->side[index].intent;
 }
 
 static dsx_code check_peers_words(const dsx_handle *handle, int channel, uint64_t sequence, const int64_t *extra)
@@ -612,8 +612,7 @@ static dsx_code check_peers_words(const dsx_handle *handle, int channel, uint64_
     return DSX_OK;
 }
 
-static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const dsx_words *own, dsx_words *both,
-                     dsx_stats *told)
+static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const dsx_words *own)
 {
     struct side side = {.intent = (uint32_t)own->intent, .channel_tag = (uint32_t)(TAG + channel)};
     uint64_t published_ns, now_ns, end_ns, peer_ns, found;
@@ -640,7 +639,7 @@ static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const d
     code = check_peers_words(handle, channel, sequence, own->extra);
     if (code != DSX_OK)
         return code;
-    copy_out(handle, channel, sequence, both);
+    copy_out(handle, channel, sequence, &handle->outcome.peer);
     if (!read_clock(&end_ns))
         return no_clock(handle);
     peer_ns = peer_area(handle)->channel[channel].side[sequence % NUM_SLOTS].arrival_ns;
@@ -650,7 +649,7 @@ static dsx_code meet(dsx_handle *handle, int channel, uint64_t sequence, const d
     stats.peer_wait_ns = end_ns - published_ns;
     stats.arrival_skew_ns = peer_ns > side.arrival_ns ? peer_ns - side.arrival_ns : side.arrival_ns - peer_ns;
     stats.after_last_ns = end_ns - (peer_ns > side.arrival_ns ? peer_ns : side.arrival_ns);
-    *told = stats;
+    handle->outcome.stats[channel] = stats;
     return DSX_OK;
 }
 
@@ -863,7 +862,12 @@ dsx_code dsx_set_timeout(dsx_handle *handle, uint64_t timeout_ns)
     return leave(handle, DSX_OK);
 }
 
-dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own, dsx_words *both, dsx_stats *stats)
+const dsx_outcome *dsx_outcome_of(const dsx_handle *handle)
+{
+    return handle == NULL ? NULL : &handle->outcome;
+}
+
+dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own)
 {
     const dsx_words *words = own;
     const char *bad = NULL;
@@ -878,10 +882,6 @@ dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own, dsx_word
         bad = "own";
     else if ((words->intent & ~(uint64_t)INTENTS) != 0)
         bad = "intent";
-    else if (both == NULL)
-        bad = "both";
-    else if (stats == NULL)
-        bad = "stats";
     if (bad != NULL)
         return leave(handle, bad_argument(handle, bad));
     code = failed_before(handle);
@@ -890,7 +890,7 @@ dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own, dsx_word
     if (code != DSX_OK)
         return leave(handle, code);
     sequence = handle->sequence[channel] + 1;
-    code = meet(handle, channel, sequence, words, both, stats);
+    code = meet(handle, channel, sequence, words);
     if (code != DSX_OK && code != DSX_PEER_ERROR && code != DSX_STOPPED)
         publish_failure(handle, code, sequence);
     return leave(handle, code);

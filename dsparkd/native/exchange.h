@@ -48,6 +48,13 @@ typedef struct {
     uint32_t wakes;           /* futex wakes of the peer */
 } dsx_stats;
 
+/* What a handle's exchanges leave, each only if it ended with DSX_OK: the peer's words of the last one, and the times of
+ * each channel's last one. */
+typedef struct {
+    dsx_words peer;
+    dsx_stats stats[2];
+} dsx_outcome;
+
 /* One word or line of the region, for a test that compares the layout with its description. */
 typedef struct {
     const char *name;
@@ -73,9 +80,12 @@ dsx_code dsx_attach(int fd, int rank, uint64_t session, uint64_t digest, uint64_
 /* Change how long the exchanges from now on wait for the peer. */
 dsx_code dsx_set_timeout(dsx_handle *handle, uint64_t timeout_ns);
 
+/* Where a handle's exchanges leave what they bring; lives as long as the handle. NULL for no handle. */
+const dsx_outcome *dsx_outcome_of(const dsx_handle *handle);
+
 /* Meet the peer in the next exchange of a channel (0 plan, 1 tier). own: a dsx_words; void, so that cffi hands on
- * a caller's bytes as they lie. both: [2], in rank order. Outputs are written only with DSX_OK. */
-dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own, dsx_words *both, dsx_stats *stats);
+ * a caller's bytes as they lie. */
+dsx_code dsx_exchange(dsx_handle *handle, int channel, const void *own);
 
 /* Parking. Both ranks sleep outside this library after a plan exchange in which they agreed to; a kick ends the peer's
  * park of that exchange and no later one. Its descriptor is written by the caller, after dsx_kick. */

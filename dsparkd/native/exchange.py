@@ -10,7 +10,7 @@ import importlib.util
 import struct
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from dsparkd.config import Config
 from dsparkd.errors import CapabilityError, ExchangeError, ExchangeStopped, InvariantError
 
 if TYPE_CHECKING:
-    from dsparkd.native._exchange import Stats, _Library, _Pointers
+    from dsparkd.native._exchange import _Library, _Pointers
 
 ABI = 2
 NUM_FIELDS = 7
@@ -37,6 +37,8 @@ _PIDFD_REMEDY = (
 )
 _MESSAGE_BYTES = 256
 _WORDS = struct.Struct(f"={NUM_WORDS}q")  # dsx_words
+# Looked up once: beside a call that takes half a microsecond each look-up shows.
+_pack, _unpack = _WORDS.pack, _WORDS.unpack
 
 
 class Code(IntEnum):
@@ -138,17 +140,15 @@ def stop_region(fd: int) -> None:
 class Attachment:
     """One rank's end of a region, owned by one thread of the process that opened it."""
 
-    def __init__(self, library: Library, handle: object, rank: int) -> None:
-        ffi = library.ffi
+    def __init__(self, library: Library, handle: object) -> None:
+        ffi, lib = library
         self._library = library
         self._handle = handle
-        self._is_first = rank == 0
-        self._both = ffi.new("dsx_words[2]")
-        self._peer = memoryview(ffi.buffer(self._both))[(1 - rank) * _WORDS.size :][: _WORDS.size]
-        # One a channel: each also has the number of its channel's last exchange.
-        self._stats = (ffi.new("dsx_stats *"), ffi.new("dsx_stats *"))
+        outcome = lib.dsx_outcome_of(handle)
+        self._peer = memoryview(ffi.buffer(outcome, _WORDS.size))  # its first member
+        self._stats = outcome.stats
         self._kicked = ffi.new("int *")
-        self._exchange = library.lib.dsx_exchange
+        self._exchange = lib.dsx_exchange
 
     @classmethod
     def open(
@@ -171,26 +171,25 @@ class Attachment:
         if code != Code.OK:
             text = library.message(library.ffi.NULL)
             raise CapabilityError(FEATURE, f"a usable exchange region ({text})", _ATTACH_REMEDY)
-        return cls(library, made[0], rank)
+        return cls(library, made[0])
 
-    def exchange(self, channel: int, words: Words) -> tuple[Words, Words]:
-        """Meet the peer: both ranks' words in rank order. channel: 0 plan, 1 tier.
+    def exchange(self, channel: int, words: Words) -> Words:
+        """Meet the peer: its words for these. channel: 0 plan, 1 tier.
 
         Raises ExchangeError, or ExchangeStopped when the parent ended the wait.
         """
-        code = self._exchange(self._handle, channel, _WORDS.pack(*words), self._both, self._stats[channel])
+        code = self._exchange(self._handle, channel, _pack(*words))
         if code:
             raise self._failure(code, channel)
-        peer = _WORDS.unpack(self._peer)
-        return (words, peer) if self._is_first else (peer, words)
+        return _unpack(self._peer)
 
     def sequence(self, channel: int) -> int:
         """Number of the last exchange on a channel that succeeded."""
-        return cast("Stats", self._stats[channel]).sequence
+        return self._stats[channel].sequence
 
     def timing(self, channel: int) -> Timing:
         """Times of the last exchange on a channel that succeeded."""
-        stats = cast("Stats", self._stats[channel])
+        stats = self._stats[channel]
         return Timing(
             stats.sequence,
             stats.total_ns,

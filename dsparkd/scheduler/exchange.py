@@ -30,8 +30,8 @@ class Exchange(Protocol):
     that wakes first kicks the other; a kick ends only the park it was meant for.
     """
 
-    def exchange(self, channel: Channel, words: Words) -> tuple[Words, Words]:
-        """Meet the peer and return both ranks' words in rank order.
+    def exchange(self, channel: Channel, words: Words, /) -> Words:
+        """Meet the peer and return its words for these.
 
         Raises PeerError, or ExchangeStopped when the parent has ended all waits.
         """
@@ -68,6 +68,7 @@ class NativeExchange:
     def __init__(self, dp_rank: int, attachment: Attachment, kicks: tuple[int, int], peer: socket.socket) -> None:
         self._dp_rank = dp_rank
         self._attachment = attachment
+        self.exchange = attachment.exchange  # see Exchange; a function of this class around it would take as long as C
         self._own_kick, self._peer_kick = kicks
         self._peer = peer
         self._poll = select.epoll()
@@ -80,14 +81,10 @@ class NativeExchange:
         Raises InvariantError when the words arrive changed.
         """
         for channel in Channel:
-            both = tuple(_pattern(rank, channel) for rank in (0, 1))
-            if self.exchange(channel, both[self._dp_rank]) != both:
+            own, peer = (_pattern(rank, channel) for rank in (self._dp_rank, 1 - self._dp_rank))
+            if self.exchange(channel, own) != peer:
                 raise InvariantError(f"words changed on their way through channel {channel.name}")
         self._attachment.set_timeout(timeout_s)
-
-    def exchange(self, channel: Channel, words: Words) -> tuple[Words, Words]:
-        """See Exchange."""
-        return self._attachment.exchange(channel, words)
 
     def sequence(self, channel: Channel) -> int:
         """See Exchange."""
@@ -132,23 +129,24 @@ class NativeExchange:
 class GlooExchange:
     """Exchange over a gloo gather, with kicks over a SOCK_SEQPACKET pair that was made before the fork."""
 
-    def __init__(self, gather: Gather, peer: socket.socket) -> None:
+    def __init__(self, dp_rank: int, gather: Gather, peer: socket.socket) -> None:
         peer.setblocking(False)
+        self._dp_rank = dp_rank
         self._gather = gather
         self._peer = peer
         self._sequences = [0 for _ in Channel]
 
-    def exchange(self, channel: Channel, words: Words) -> tuple[Words, Words]:
+    def exchange(self, channel: Channel, words: Words, /) -> Words:
         """See Exchange."""
         self._sequences[channel] += 1
         head = (channel, self._sequences[channel])
-        rank0, rank1 = self._gather((*head, *words))
-        for rank, told in enumerate((rank0, rank1)):
+        both = self._gather((*head, *words))
+        for rank, told in enumerate(both):
             if told[0] != channel:
                 raise PeerError(f"rank {rank} is on channel {told[0]}, this rank on {int(channel)}")
             if told[1] != head[1]:
                 raise PeerError(f"rank {rank} is at exchange {told[1]} of {channel.name}, this rank at {head[1]}")
-        return rank0[len(head) :], rank1[len(head) :]
+        return both[1 - self._dp_rank][len(head) :]
 
     def sequence(self, channel: Channel) -> int:
         """See Exchange."""

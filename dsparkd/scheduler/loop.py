@@ -11,7 +11,7 @@ import select
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol, assert_never
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, assert_never
 
 import msgspec
 
@@ -53,6 +53,8 @@ from dsparkd.scheduler.speculation import SpeculationPlanner
 
 if TYPE_CHECKING:
     from dsparkd.grammar.cache import Ticket
+
+T = TypeVar("T")
 
 NUM_RECORDS = 256
 RETRY_AFTER_S = 1  # a queue slot frees with each request that ends; a client need not wait longer than that
@@ -262,11 +264,11 @@ class Loop:
         exchange = self._lines.exchange
         words = (wanted,) + (0,) * (NUM_WORDS - 1)
         begun_ns = self._clock()
-        rank0, rank1 = exchange.exchange(Channel.TIER, words)
+        peer = exchange.exchange(Channel.TIER, words)
         spent_ns = self._clock() - begun_ns
         sequence, timing = exchange.sequence(Channel.TIER), exchange.timing(Channel.TIER)
         self._account.exchanged(Channel.TIER, sequence, timing, spent_ns)
-        return planner.compact(agreement.num_tokens, (rank0[0], rank1[0]))
+        return planner.compact(agreement.num_tokens, self._in_rank_order(wanted, peer[0]))
 
     # Receive
 
@@ -413,8 +415,11 @@ class Loop:
 
     def _exchange(self, payload: Payload) -> tuple[Payload, Payload]:
         words = (*payload.vote, *payload.extra, int(payload.intent))
-        rank0, rank1 = self._lines.exchange.exchange(Channel.PLAN, words)
-        return _payload(rank0), _payload(rank1)
+        peer = self._lines.exchange.exchange(Channel.PLAN, words)
+        return self._in_rank_order(payload, _payload(peer))
+
+    def _in_rank_order(self, own: T, peer: T) -> tuple[T, T]:
+        return (own, peer) if self._bounds.dp_rank == 0 else (peer, own)
 
     def _record(self, agreement: Agreement, rank0: Payload, rank1: Payload, plan: Plan | None) -> None:
         rows = plan.rows if plan is not None else ()

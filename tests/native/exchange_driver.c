@@ -39,12 +39,13 @@ static void *trade(void *argument)
     struct trader *trader = argument;
     const uint32_t rank = trader->handle->rank;
     unsigned dice = 12345u + rank;
-    dsx_words own, both[NUM_RANKS];
-    dsx_stats stats;
+    const dsx_outcome *outcome = dsx_outcome_of(trader->handle);
+    dsx_words own;
 
     for (long number = 0; number < trader->count; number++) {
         const int channel = (int)(number % NUM_CHANNELS);
         const uint64_t sequence = (uint64_t)number / NUM_CHANNELS + 1;
+        const dsx_stats *stats;
 
         for (int place = 0; place < NUM_FIELDS; place++)
             own.field[place] = word(rank, sequence, place);
@@ -56,19 +57,18 @@ static void *trade(void *argument)
             (void)nanosleep(&pause, NULL);
         }
         own.intent = sequence & 3;
-        CHECK(dsx_exchange(trader->handle, channel, &own, both, &stats) == DSX_OK);
-        CHECK(stats.sequence == sequence);
-        CHECK(stats.total_ns >= stats.after_last_ns);
-        CHECK(stats.total_ns - stats.after_last_ns == 0 ||
-              stats.total_ns - stats.after_last_ns == stats.arrival_skew_ns);
-        trader->sleeps += stats.sleeps;
-        for (uint32_t other = 0; other < NUM_RANKS; other++) {
-            CHECK(both[other].intent == (sequence & 3));
-            for (int place = 0; place < NUM_FIELDS; place++)
-                CHECK(both[other].field[place] == word(other, sequence, place));
-            for (int place = 0; place < NUM_EXTRA; place++)
-                CHECK(place == TICK_WORD || both[other].extra[place] == word(other, sequence, -place));
-        }
+        CHECK(dsx_exchange(trader->handle, channel, &own) == DSX_OK);
+        stats = &outcome->stats[channel];
+        CHECK(stats->sequence == sequence);
+        CHECK(stats->total_ns >= stats->after_last_ns);
+        CHECK(stats->total_ns - stats->after_last_ns == 0 ||
+              stats->total_ns - stats->after_last_ns == stats->arrival_skew_ns);
+        trader->sleeps += stats->sleeps;
+        CHECK(outcome->peer.intent == (sequence & 3));
+        for (int place = 0; place < NUM_FIELDS; place++)
+            CHECK(outcome->peer.field[place] == word(1 - rank, sequence, place));
+        for (int place = 0; place < NUM_EXTRA; place++)
+            CHECK(place == TICK_WORD || outcome->peer.extra[place] == word(1 - rank, sequence, -place));
     }
     return NULL;
 }
@@ -126,7 +126,6 @@ static void run_measure(long count, uint64_t spin_ns, const int *cpus)
     const pid_t child = fork();
     const int rank = child == 0;
     const dsx_words words = {.intent = 0};
-    dsx_words both[NUM_RANKS];
     dsx_stats *stats = calloc((size_t)count, sizeof *stats);
     dsx_handle *handle;
     cpu_set_t own;
@@ -136,8 +135,10 @@ static void run_measure(long count, uint64_t spin_ns, const int *cpus)
     CPU_SET((size_t)cpus[rank], &own);
     CHECK(child >= 0 && stats != NULL && sched_setaffinity(0, sizeof own, &own) == 0);
     CHECK(dsx_attach(fd, rank, SESSION, DIGEST, TIMEOUT_NS, spin_ns, &handle) == DSX_OK);
-    for (long number = 0; number < count; number++)
-        CHECK(dsx_exchange(handle, 0, &words, both, &stats[number]) == DSX_OK);
+    for (long number = 0; number < count; number++) {
+        CHECK(dsx_exchange(handle, 0, &words) == DSX_OK);
+        stats[number] = dsx_outcome_of(handle)->stats[0];
+    }
     if (child != 0)
         CHECK(waitpid(child, &status, 0) == child && status == 0);
     for (long number = 0; number < count; number++)
@@ -220,8 +221,6 @@ static void run_meeting(long count, const int *cpus)
 static void run_misuse(void)
 {
     const dsx_words own = {.intent = 0};
-    dsx_words both[NUM_RANKS];
-    dsx_stats stats;
     dsx_handle *handle, *other;
     char text[1], longer[256];
     int kicked;
@@ -233,9 +232,9 @@ static void run_misuse(void)
     CHECK(dsx_attach(fd, 0, SESSION, DIGEST, 20 * 1000000, 0, &handle) == DSX_OK);
     CHECK(dsx_attach(fd, 0, SESSION, DIGEST, 1, 0, &other) == DSX_OWNED);
     CHECK(dsx_message(NULL, text, 1) == DSX_OK && text[0] == '\0');
-    CHECK(dsx_exchange(handle, 0, NULL, both, &stats) == DSX_ARG);
-    CHECK(dsx_exchange(handle, 0, &own, both, &stats) == DSX_TIMEOUT);
-    CHECK(dsx_exchange(handle, 0, &own, both, &stats) == DSX_PEER_ERROR);
+    CHECK(dsx_exchange(handle, 0, NULL) == DSX_ARG);
+    CHECK(dsx_exchange(handle, 0, &own) == DSX_TIMEOUT);
+    CHECK(dsx_exchange(handle, 0, &own) == DSX_PEER_ERROR);
     CHECK(dsx_message(handle, longer, sizeof longer) == DSX_OK && strstr(longer, "TIMEOUT") != NULL);
     CHECK(dsx_take_kick(handle, &kicked) == DSX_OK && dsx_park(handle) == DSX_OK && dsx_kick(handle) == DSX_OK);
     CHECK(dsx_stop(fd) == DSX_OK && dsx_stop(-1) == DSX_ARG);

@@ -343,7 +343,7 @@ def make_exchanges(kind: str) -> tuple[Exchange, Exchange]:
     peers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if kind == "gloo":
         meeting = Meeting()
-        return tuple(GlooExchange(meeting.gather_for(rank), peers[rank]) for rank in (0, 1))
+        return tuple(GlooExchange(rank, meeting.gather_for(rank), peers[rank]) for rank in (0, 1))
     memory = system.sealed_memory("test", native.region_bytes())
     native.init_region(memory, session=1, digest=1)
     events = [system.eventfd(), system.eventfd()]
