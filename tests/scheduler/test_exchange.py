@@ -194,10 +194,11 @@ def runner(pair):
     pair.clock.__class__ = type("RealClock", (), {"__call__": lambda _self: time.monotonic_ns()})
     made = Runner(pair)
     yield made
-    for rank in pair.ranks:  # ends threads that a failed test left behind
+    for rank in pair.ranks:  # ends threads that the test left behind
         rank.parent.close()
     for thread in made.threads:
-        thread.join(10)
+        # One that was kicked before its own parent went may wait for its peer until the exchange's 10 s are over.
+        thread.join(30)
 
 
 def test_parked_ranks_wake_for_every_message(lab, pair, runner):
