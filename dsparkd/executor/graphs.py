@@ -158,9 +158,9 @@ class Graphs:
 
     def close(self) -> None:
         """Destroy the graphs, then the memory that they use: before the communicators, whose work they hold."""
+        self._recorder.close()
         self._verify.clear()
         self._draft.clear()
-        self._recorder.close()
         del self._logits, self._windows, self._survival, self._confidence, self._draft_logits
         del self._model, self._pool, self._desk
 
