@@ -18,6 +18,7 @@ from dsparkd.kernels import attention as kernel
 from dsparkd.kernels import rotary
 from dsparkd.kernels import rows as kept
 from dsparkd.kernels.attention import EntryKeys, WindowKeys
+from dsparkd.kernels.beside import Beside, in_line
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
@@ -124,10 +125,14 @@ def _grouped_linear(source: WeightSource, name: str, groups: int) -> Callable[[T
 
 
 class Attention:
-    """One layer's attention; kind_index counts the layers of its kind, and addresses the pool."""
+    """One layer's attention; kind_index counts the layers of its kind, and addresses the pool.
 
-    def __init__(self, config: ModelConfig, source: WeightSource, layer: int) -> None:
+    beside: runs the compressor beside the projections.
+    """
+
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int, beside: Beside = in_line) -> None:
         name = f"layers.{layer}.attn"
+        self._beside = beside
         self.ratio = config.compress_ratios[layer]
         self._layer = layer
         self._kind_index = config.compress_ratios[:layer].count(self.ratio)
@@ -137,16 +142,16 @@ class Attention:
 
     def forward(self, x: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool) -> Tensor:
         """x [T, D], normed -> [T, D]; stores the chunk's state into the pool."""
+        compressed = self._beside(lambda: self._compress(x, inputs, rotations, pool)) if self.ratio else None
         projected = self._projections.project(x, rotations.forward)
         entries = None
-        if self.ratio:
-            entries = self._compress(x, projected.residual, inputs, rotations, pool)
+        if compressed is not None:
+            entries = self._entries(x, projected.residual, inputs, rotations, pool)
+            compressed()  # entries come before any query gathers them
         return self._projections.output(self._attend(projected, entries, inputs, rotations.inverse, pool))
 
-    def _compress(
-        self, x: Tensor, residual: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool
-    ) -> _Entries:
-        """Store the chunk's rows and the entries that it closes; entries come before any query gathers them."""
+    def _compress(self, x: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool) -> Tensor:
+        """Store the chunk's rows and the entries that it closes; returns the rows."""
         assert self._compressor is not None
         metadata, ring, slots, keys = self._storage(inputs.attention, pool)
         rows = self._compressor.project(x, inputs.positions)
@@ -154,6 +159,13 @@ class Attention:
             pages = (slots,) if keys is None else (slots, keys)
             self._compressor.close(rows, ring, metadata, rotations.closing(metadata), pages)
         kept.store(ring, metadata.store.dst, rows, metadata.store.src)
+        return rows
+
+    def _entries(
+        self, x: Tensor, residual: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool
+    ) -> _Entries:
+        """What queries read of the compressed branch, and what the indexer asks with."""
+        metadata, _, slots, keys = self._storage(inputs.attention, pool)
         query = None
         if self._indexer is not None and max(metadata.block_counts) > self._indexer.topk:
             query = self._indexer.query(residual, x, rotations.forward)

@@ -35,7 +35,7 @@ class Block:
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, rank: int, beside: Beside) -> None:
         prefix = f"layers.{layer}"
         self._attention_connection = HyperConnection(config, source, prefix, "attn")
-        self.attention = Attention(config, source, layer)
+        self.attention = Attention(config, source, layer, beside)
         self._experts_connection = HyperConnection(config, source, prefix, "ffn")
         self.moe = MoE(config, source, f"{prefix}.ffn", layer < config.num_hash_layers, rank, beside)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsparkd.executor.plan import Plan, StepKind
 from dsparkd.executor.staging import Stager
+from dsparkd.kernels.beside import Branch
 from dsparkd.kv.geometry import KVGeometry, PoolSizes
 from tools.gates.oracle import random_chunks, run_case
 from tools.oracle import Engine, load_oracle, oracle_logits, plan_row, relative_error
@@ -41,6 +42,20 @@ def test_logits_are_spread(whole: Tensor) -> None:
 def test_any_cut_into_chunks_gives_the_same_bits(engine: Engine, whole: Tensor, seed: int) -> None:
     """Long chunks, short ones, single tokens: prefill and decode are one code path."""
     assert torch.equal(engine.logits(IDS, random_chunks(LENGTH, seed), slot=2, pages=(9, 5)), whole)
+
+
+def late(work: Branch) -> Branch:
+    """A second stream that is as slow as may be: work is done when it is asked for."""
+    return work
+
+
+def test_branches_are_joined_before_their_results_are_read(
+    small_checkpoint: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On cuda a branch may run at any time up to there; what it reads must still be what it was when it began."""
+    monkeypatch.setattr("dsparkd.model.transformer.beside.bind", lambda device: late)
+    engine = Engine(small_checkpoint, sizes=PoolSizes(40, 8, 4))
+    assert torch.equal(engine.logits(IDS, random_chunks(LENGTH, 1), slot=2, pages=(9, 5)), whole)
 
 
 def test_token_by_token_gives_the_same_bits(engine: Engine, whole: Tensor) -> None:
