@@ -82,9 +82,11 @@ class DraftDesk:
         store = inputs.draft_store
         if store is None:
             raise InvariantError("a step without a place for its context keys")
-        num_rows = store.src.shape[0]
-        src = torch.nn.functional.pad(store.src, (0, pad_rows(num_rows) - num_rows))
-        keys = self._drafter.context_keys(taps.index_select(0, src), inputs.positions.index_select(0, src))
+        num_rows, positions = store.src.shape[0], inputs.positions
+        if num_rows < len(taps):  # else each token is kept, in its place
+            src = torch.nn.functional.pad(store.src, (0, pad_rows(num_rows) - num_rows))
+            taps, positions = taps.index_select(0, src), positions.index_select(0, src)
+        keys = self._drafter.context_keys(taps, positions)
         within = torch.arange(num_rows, device=store.src.device)
         for ring, rows in zip(self._pool.draft_keys, keys, strict=True):
             kept.store(ring, store.dst, rows, within)

@@ -110,6 +110,7 @@ class Text:
         self.ids, self.params, self.place = ids, params, place
         self.outputs: tuple[int, ...] = ()
         self.seen: list[object] = []
+        self.num_verified = 0  # of the last step
 
     def row(self) -> PlanRow:
         known = self.ids + self.outputs
@@ -129,6 +130,7 @@ class Text:
     def take(self, output: RowOutput) -> None:
         self.outputs += output.token_ids
         self.seen += [output.logprobs, output.survival]
+        self.num_verified = output.num_verified
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -258,6 +260,7 @@ def test_a_row_that_comes_between_has_no_drafts_this_once(ahead: Lab) -> None:
     advance(ahead, texts, replays=True, most=5, peer=3)
     assert [len(text.outputs) for text in texts[:2]] == [2, 2]
     assert [text.seen[-1] for text in texts[:2]] == [(), ()]
+    assert [text.num_verified for text in texts] == [0, 0, 5, 5, 5, 5]
     assert all(len(text.seen[-1]) == ahead.gamma for text in texts[2:])  # type: ignore[arg-type]
     advance(ahead, texts, replays=True, most=5, room=9)
     advance(ahead, [], replays=True, most=5, peer=2)
