@@ -81,6 +81,8 @@ class Projections:
         self._norms = torch.cat((scale.expand(config.num_attention_heads, -1), kv_norm[None]))
         self.sink = source.float32(f"{name}.attn_sink")
         self.kernel = kernel.bind(source.device, source.dtype)
+        like = torch.empty(0, dtype=source.dtype, device=source.device)
+        self.kernel.prepare(config.num_attention_heads, config.head_dim, config.qk_rope_head_dim, like)
         self._rotate_ = rotary.bind(source.device)
         self._wo_a = _grouped_linear(source, f"{name}.wo_a", config.o_groups)
         self._wo_b = Linear(source.weight(f"{name}.wo_b"))

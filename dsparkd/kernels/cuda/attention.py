@@ -32,6 +32,16 @@ SUM_COLUMNS = 64  # of a head, in which parts are added at once
 class TritonAttention:
     """Form for cuda. Implements AttentionKernel."""
 
+    def prepare(self, heads: int, width: int, rotary: int, like: Tensor) -> None:
+        """See AttentionKernel. The first context of more than one part comes long after the first step."""
+        queries, keys = like.new_zeros((1, heads, width)), like.new_zeros((1, width))
+        sink, angles = (torch.zeros(shape, device=like.device) for shape in ((heads,), (1, 1, rotary)))
+        places = torch.zeros((1, 2 * PART), dtype=torch.int64, device=like.device)
+        window = WindowKeys(keys, keys, places[:, :1], places[0, :1], True)
+        for count in (PART, PART + 1):
+            entries = EntryKeys(keys, places[:, : triton.cdiv(count, PART) * PART], places[0, :1] + count)
+            self.attend(queries, window, entries, sink, Rotation(angles, angles), torch.empty_like(queries))
+
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
         """See AttentionKernel."""
         return TorchAttention().gather(ring, chunk, sources)
@@ -102,8 +112,8 @@ def _attend_few(
     if num_parts > 1:
         mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
         arrivals = torch.zeros((n, num_blocks), dtype=torch.int64, device=queries.device)
-    # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds and
-    # any number of parts: no step waits for a compiler because a context has become long.
+    # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds,
+    # and a second one any number of parts above one, whose sum takes registers from the rest.
     slots = window.sources if entries is None else entries.slots
     rows = None if entries is None else entries.rows
     _attend[(n, num_blocks, num_parts)](
@@ -128,6 +138,7 @@ def _attend_few(
         arrivals,
         num_parts,
         H,
+        MANY_PARTS=num_parts > 1,
         D=d,
         R=inverse.cos.shape[-1],
         PART=PART,
@@ -242,6 +253,7 @@ def _attend(  # type: ignore[no-untyped-def]
     arrivals,  # [n, blocks of heads]
     num_parts,
     H,
+    MANY_PARTS: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     PART: tl.constexpr,
@@ -253,10 +265,14 @@ def _attend(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(2)
     count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
-    if part * PART >= tl.maximum(count, 1):  # the first part has the window, whatever else
-        return
+    part = 0
+    end = count
+    if MANY_PARTS:
+        part = tl.program_id(2)
+        end = tl.minimum(count, (part + 1) * PART)
+        if part * PART >= tl.maximum(count, 1):  # the first part has the window, whatever else
+            return
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_D)
     own = (t * H + h)[:, None] * D + c[None, :]
@@ -268,46 +284,49 @@ def _attend(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     hidden = tl.load(first + t).to(tl.int32)
     begin = hidden // BLOCK_K * BLOCK_K
-    if part > 0:
-        top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_H], tl.float32)
-        begin = W
+    if MANY_PARTS:  # noqa: SIM102 - this one is decided when the kernel is compiled
+        if part > 0:
+            top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_H], tl.float32)
+            begin = W
 
     for start in range(begin, W, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         live = (k >= hidden) & (k < W)
-        source = tl.load(sources + t * W + k, mask=live, other=0)
+        # In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
+        source = tl.load(sources + t * W + tl.minimum(tl.maximum(k, hidden), W - 1))
         row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
-        keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
+        keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
         top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
     own_slots = slots + t * E
     if by_rows:
         own_slots = slots + tl.load(rows + t) * E
-    for start in range(part * PART, tl.minimum(count, (part + 1) * PART), BLOCK_K):
+    for start in range(part * PART, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         live = k < count
-        row = entries + tl.load(own_slots + k, mask=live, other=0) * D
-        keys = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
+        row = entries + tl.load(own_slots + tl.minimum(k, count - 1)) * D
+        keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
         top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
 
-    live_parts = (tl.maximum(count, 1) + PART - 1) // PART
-    if live_parts == 1:
-        mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
-        tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
-        return
-    first_part = t * num_parts
-    own_sums = sums + (first_part + part) * 2 * H
-    tl.store(mixes + ((first_part + part) * H + h)[:, None] * D + c[None, :], mixed, mask=real)
-    tl.store(own_sums + h, top, mask=h < H)
-    tl.store(own_sums + H + h, total, mask=h < H)
-    # Every thread's stores come before the arrival, and the last arrival before any load of the others' parts.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals + t * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
-    if arrived == live_parts - 1:
-        _add_parts(
-            mixes + first_part * H * D, sums + first_part * 2 * H, output, cos, sin, t, h, live_parts,
-            H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
-        )  # fmt: skip
+    if MANY_PARTS:
+        live_parts = (count + PART - 1) // PART
+        if live_parts > 1:
+            first_part = t * num_parts
+            own_sums = sums + (first_part + part) * 2 * H
+            tl.store(mixes + ((first_part + part) * H + h)[:, None] * D + c[None, :], mixed, mask=real)
+            tl.store(own_sums + h, top, mask=h < H)
+            tl.store(own_sums + H + h, total, mask=h < H)
+            # Every thread's stores come before the arrival, and the last arrival before any load of others' parts.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals + t * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
+            if arrived == live_parts - 1:
+                _add_parts(
+                    mixes + first_part * H * D, sums + first_part * 2 * H, output, cos, sin, t, h, live_parts,
+                    H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
+                )  # fmt: skip
+            return
+    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
+    tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -110,6 +110,20 @@ def test_long_contexts_are_added_from_their_parts(
         assert torch.equal(case.run(TritonAttention(), device, slice(0, 3 * N)), got.repeat(3, 1, 1))
 
 
+def test_both_of_its_kernels_are_made_ready_at_start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one part and for more."""
+    parts: list[int] = []
+    attend = attention._attend_few
+
+    def noted(*arguments: object) -> None:
+        parts.append(arguments[-1])  # type: ignore[arg-type]
+        attend(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "_attend_few", noted)
+    TritonAttention().prepare(8, 32, 8, torch.empty(0, dtype=torch.bfloat16, device=device))
+    assert parts == [1, 2]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_that_sees_nothing_gets_zeros(device: torch.device, dtype: torch.dtype) -> None:
     """Padding of a captured step: the sink alone is left in the denominator."""
