@@ -47,6 +47,7 @@ STARTUP_S = 420.0
 METRICS_S = 1.2  # after which the ranks' counts have arrived
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_POOL_BYTES = 16 * GIB
+MAX_ROWS = 72
 
 SPECULATION = {"off": (False,), "on": (True,), "both": (False, True)}
 
@@ -389,7 +390,8 @@ def server_tables(files: Path, arguments: argparse.Namespace, drafts: bool) -> d
             "max_context_tokens": 16384 if is_cuda else 2048,
         },
         "kv": pools,
-        "scheduler": {"max_rows": 64 if is_cuda else 16},
+        # A few more than half of the streams: a rank that the router gives one more would else keep it waiting.
+        "scheduler": {"max_rows": MAX_ROWS if is_cuda else 16},
         "dspark": {"enabled": drafts},
         "decode_graph": {"enabled": False} if arguments.eager else {},
     }
