@@ -110,9 +110,9 @@ class Reflected:
         mirrored = torch.cat((rows[:, : -2 * k], shares, ids.view(torch.float32)), 1)
         return torch.cat((rows, mirrored))
 
-    def combine(self, partial: Tensor) -> Tensor:
+    def combine(self, partial: Tensor) -> Sequence[Tensor]:
         """See model.moe.ExpertExchange."""
-        return partial.view(2, self._counts[0], -1)
+        return torch.split(partial, list(self._counts))
 
 
 class Bench:

@@ -168,13 +168,13 @@ class SwapExpertExchange:
         self._swap(rows.contiguous(), parts[1 - self._dp_rank])
         return both
 
-    def combine(self, partial: Tensor) -> Tensor:
+    def combine(self, partial: Tensor) -> Sequence[Tensor]:
         """See model.moe.ExpertExchange."""
         parts = torch.split(partial, self._counts)
-        both = partial.new_empty((NUM_RANKS, self._counts[self._dp_rank], partial.shape[1]))
-        both[self._dp_rank] = parts[self._dp_rank]
-        self._swap(parts[1 - self._dp_rank], both[1 - self._dp_rank])
-        return both
+        own = parts[self._dp_rank]
+        peers = torch.empty_like(own)
+        self._swap(parts[1 - self._dp_rank], peers)
+        return (own, peers) if self._dp_rank == 0 else (peers, own)
 
 
 def _open_store(dp_rank: int, peer: socket.socket, timeout_s: float) -> Store:

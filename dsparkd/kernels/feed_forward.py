@@ -5,6 +5,7 @@ Letters: T tokens, D width, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,8 +18,8 @@ class FeedForwardKernel(Protocol):
     def activate(self, hidden: Tensor, limit: float) -> Tensor:
         """hidden [T, 2I], gate then up -> silu(min(gate, limit)) * clamp(up), [T, I]; float32 inside, one cast back."""
 
-    def add(self, partials: Tensor, shared: Tensor) -> Tensor:
-        """partials [2, T, D] float32, shared [T, D] -> their sum in this order, [T, D] in shared's dtype."""
+    def add(self, partials: Sequence[Tensor], shared: Tensor) -> Tensor:
+        """Two partials [T, D] float32 and shared [T, D] -> their sum in this order, [T, D] in shared's dtype."""
 
 
 def bind(device: torch.device) -> FeedForwardKernel:
@@ -37,7 +38,7 @@ class TorchFeedForward:
         """See FeedForwardKernel."""
         return swiglu(hidden, limit).to(hidden.dtype)
 
-    def add(self, partials: Tensor, shared: Tensor) -> Tensor:
+    def add(self, partials: Sequence[Tensor], shared: Tensor) -> Tensor:
         """See FeedForwardKernel."""
         return (partials[0] + partials[1]).add_(shared).to(shared.dtype)
 

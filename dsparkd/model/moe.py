@@ -35,8 +35,9 @@ class ExpertExchange(Protocol):
     def gather(self, rows: Tensor) -> Tensor:
         """rows [T, C] float32 of this rank -> [R, C], rank 0's first. The words are bit patterns: only copy them."""
 
-    def combine(self, partial: Tensor) -> Tensor:
-        """partial [R, D] float32, this rank's experts for all rows -> [2, T, D]: both ranks' for this rank's rows."""
+    def combine(self, partial: Tensor) -> Sequence[Tensor]:
+        """partial [R, D] float32, this rank's experts for all rows -> what is to be added for this rank's rows, in this
+        order, [T, D] each: rank 0's and rank 1's."""
 
 
 class Experts:
@@ -151,9 +152,9 @@ class LocalExpertExchange:
         self._rows = rows
         return rows
 
-    def combine(self, partial: Tensor) -> Tensor:
+    def combine(self, partial: Tensor) -> Sequence[Tensor]:
         """Compute what rank 1 would have sent."""
         assert self._rows is not None
         peer = self._peer_experts[self._layer].partial(self._rows)
         self._layer += 1
-        return torch.stack((partial, peer))
+        return partial, peer

@@ -21,4 +21,4 @@ def test_the_gate_is_clamped_above_and_the_other_half_on_both_sides(dtype: torch
 def test_partials_are_added_before_the_shared_expert() -> None:
     """The order is the same wherever a token lives: rank 0, rank 1, shared."""
     partials = torch.tensor([[[2.0**24]], [[-(2.0**24)]]])
-    assert TorchFeedForward().add(partials, torch.tensor([[1.0]])).item() == 1.0
+    assert TorchFeedForward().add(partials.unbind(), torch.tensor([[1.0]])).item() == 1.0

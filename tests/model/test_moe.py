@@ -40,9 +40,9 @@ class PairedExchange:
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._swap(rows))
 
-    def combine(self, partial: Tensor) -> Tensor:
+    def combine(self, partial: Tensor) -> list[Tensor]:
         first = self._rank * self._counts[0]
-        return torch.stack(self._swap(partial))[:, first : first + self._counts[self._rank]]
+        return [each[first : first + self._counts[self._rank]] for each in self._swap(partial)]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
 
         def add(kernel: FeedForwardKernel, part: slice, partials: Tensor = partials, shared: Tensor = shared) -> Tensor:
             own = partials if part.stop - part.start == partials.shape[1] else partials[:, part].contiguous()
-            return kernel.add(own, shared[part])
+            return kernel.add(own.unbind(), shared[part])
 
         for name, function, floor in (
             ("activate", activate, rows * 6 * expert_width),

@@ -5,6 +5,8 @@ Letters: T tokens, D width, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -24,13 +26,13 @@ class TritonFeedForward:
             _activate[(T, triton.cdiv(I, COLUMNS))](hidden, out, limit, WIDTH=I, BLOCK=COLUMNS)
         return out
 
-    def add(self, partials: Tensor, shared: Tensor) -> Tensor:
+    def add(self, partials: Sequence[Tensor], shared: Tensor) -> Tensor:
         """See FeedForwardKernel."""
         T, D = shared.shape
         out = torch.empty_like(shared)
         if T:
             grid = (T, triton.cdiv(D, COLUMNS))
-            _add[grid](partials, partials[1], shared, out, WIDTH=D, BLOCK=COLUMNS)
+            _add[grid](partials[0], partials[1], shared, out, WIDTH=D, BLOCK=COLUMNS)
         return out
 
 
