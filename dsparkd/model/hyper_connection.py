@@ -52,15 +52,19 @@ class HyperHead:
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str) -> None:
         self._eps = config.hc_eps
         self._norm_eps = config.rms_norm_eps
-        self._project = Linear(source.float32(f"{prefix}hc_head_fn"))  # S * D -> S
+        self._product = _product(source.float32(f"{prefix}hc_head_fn"), source.dtype)  # S * D -> S
         self._base = source.float32(f"{prefix}hc_head_base")
         self._scale = source.float32(f"{prefix}hc_head_scale")
 
     def collapse(self, streams: Tensor) -> Tensor:
         """streams [L, S, D] -> [L, D] in the streams' dtype; L is a multiple of ROW_TILE."""
+        raw = self._product(streams)
+        if streams.is_cuda:
+            from dsparkd.kernels.cuda.hyper_connection import collapse_last  # a cpu start imports no triton
+
+            return collapse_last(streams, raw, self._scale, self._base, self._eps, self._norm_eps)
         streams32 = streams.float()
-        flat = streams32.flatten(1)
-        raw = self._project(flat).mul_(inverse_rms(flat, self._norm_eps))
+        raw = raw[0].mul_(inverse_rms(streams32.flatten(1), self._norm_eps))
         weights = sigmoid(raw.mul_(self._scale).add_(self._base)).add_(self._eps)
         return kernel.weighted_sum(streams32, weights).to(streams.dtype)
 

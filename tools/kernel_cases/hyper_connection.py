@@ -7,8 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.hyper_connection import SPLITS, TritonHyperConnection, TritonProduct, split_length
-from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection
+from dsparkd.kernels.cuda.hyper_connection import (
+    SPLITS,
+    TritonHyperConnection,
+    TritonProduct,
+    collapse_last,
+    split_length,
+)
+from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection, weighted_sum
 from tools.kernel_cases import Case, Scale
 from tools.kernel_cases.rows import random_floats, random_values
 
@@ -95,6 +101,26 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
             floor_bytes=0,
             untimed=True,
         )
+    head, base = random_floats(device, SPLITS, tokens, STREAMS, seed=10), random_floats(device, STREAMS, seed=11)
+    scale = mixing.scale[:1]
+
+    def reference_last(part: slice) -> Tensor:
+        own = streams[part].double()
+        length = (own.flatten(1).square().mean(1, keepdim=True) + mixing.norm_eps).rsqrt()
+        return weighted_sum(own, (head[:, part].double().sum(0) * length * scale + base).sigmoid() + mixing.eps)
+
+    yield Case(
+        name="mhc.last",
+        shape=f"{tokens} tokens",
+        num_rows=tokens,
+        run=lambda part: collapse_last(
+            streams[part], head[:, part].contiguous(), scale, base, mixing.eps, mixing.norm_eps
+        ),
+        reference=reference_last,
+        tolerance=1e-2,
+        floor_bytes=stream_bytes + row_bytes,
+        timed=lambda: collapse_last(streams, head, scale, base, mixing.eps, mixing.norm_eps),
+    )
     yield Case(
         name="mhc.expand",
         shape=f"{tokens} tokens",

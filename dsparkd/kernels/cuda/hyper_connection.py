@@ -119,6 +119,29 @@ class TritonHyperConnection:
         return expanded
 
 
+def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
+    """Collapse streams [T, S, D] into [T, D] by sigmoid weights: raw [P, T, S], scale one number, base [S], float32."""
+    T, S, D = streams.shape
+    collapsed = streams.new_empty((T, D))
+    if T:
+        _collapse_last[(T,)](
+            streams,
+            raw,
+            scale,
+            base,
+            collapsed,
+            T,
+            eps,
+            norm_eps,
+            S=S,
+            D=D,
+            SPLITS=raw.shape[0],
+            BLOCK_D=triton.next_power_of_2(D),
+            num_warps=8 if D > 1024 else 4,
+        )
+    return collapsed
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     streams,  # [T, K]
@@ -181,13 +204,7 @@ def _collapse(  # type: ignore[no-untyped-def]
     t = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, S)
     c = tl.arange(0, BLOCK_D)
-    # One stream at a time, and each twice, out of the nearest cache the second time: held together they would leave a
-    # processor room for one token.
-    squares = tl.zeros([BLOCK_D], tl.float32)
-    for source in tl.static_range(S):
-        x = tl.load(streams + (t * S + source) * D + c, mask=c < D, other=0.0).to(tl.float32)
-        squares += x * x
-    length = tl.rsqrt(tl.sum(squares, 0) / (S * D) + norm_eps)
+    length = _inverse_length(streams + t * S * D, norm_eps, S, D, BLOCK_D)
 
     cell = 2 * S + s[:, None] * S + s[None, :]
     gates = tl.zeros([S], tl.float32)
@@ -213,12 +230,62 @@ def _collapse(  # type: ignore[no-untyped-def]
     tl.store(comb + t * S * S + s[:, None] * S + s[None, :], mix)
 
     # The collapsed row is a tensor of the model's dtype before it is normed: it is rounded in between.
-    y = tl.zeros([BLOCK_D], tl.float32)
-    for source in tl.static_range(S):
-        x = tl.load(streams + (t * S + source) * D + c, mask=c < D, other=0.0).to(tl.float32)
-        y += x * tl.sum(tl.where(s == source, gates, 0.0), 0)
+    y = _weighted_sum(streams + t * S * D, gates, S, D, BLOCK_D)
     y = y.to(collapsed.dtype.element_ty).to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / D + norm_eps) * tl.load(norm + c, mask=c < D, other=0.0)
+    tl.store(collapsed + t * D + c, y.to(collapsed.dtype.element_ty), mask=c < D)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse_length(own, norm_eps, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(mean of squares + eps) ** -1/2 over all streams of a token.
+
+    One stream at a time, here and in the sum, where they come out of the nearest cache: held together they would leave
+    a processor room for one token.
+    """
+    c = tl.arange(0, BLOCK_D)
+    squares = tl.zeros([BLOCK_D], tl.float32)
+    for source in tl.static_range(S):
+        x = tl.load(own + source * D + c, mask=c < D, other=0.0).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 0) / (S * D) + norm_eps)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weighted_sum(own, gates, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum of a token's streams by gates [S], in ascending order."""
+    s, c = tl.arange(0, S), tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for source in tl.static_range(S):
+        x = tl.load(own + source * D + c, mask=c < D, other=0.0).to(tl.float32)
+        total += x * tl.sum(tl.where(s == source, gates, 0.0), 0)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _collapse_last(  # type: ignore[no-untyped-def]
+    streams,  # [T, S, D]
+    raw,  # [SPLITS, T, S]
+    scale,  # [1]
+    base,  # [S]
+    collapsed,  # [T, D]
+    T,
+    eps,
+    norm_eps,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, S)
+    c = tl.arange(0, BLOCK_D)
+    length = _inverse_length(streams + t * S * D, norm_eps, S, D, BLOCK_D)
+    gates = tl.zeros([S], tl.float32)
+    for split in tl.static_range(SPLITS):
+        gates += tl.load(raw + (split * T + t) * S + s)
+    gates = _sigmoid(gates * length * tl.load(scale) + tl.load(base + s)) + eps
+    y = _weighted_sum(streams + t * S * D, gates, S, D, BLOCK_D)
     tl.store(collapsed + t * D + c, y.to(collapsed.dtype.element_ty), mask=c < D)
 
 

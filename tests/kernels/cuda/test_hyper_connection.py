@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.hyper_connection import SPLITS, TritonHyperConnection, TritonProduct
-from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection
+from dsparkd.kernels.cuda.hyper_connection import SPLITS, TritonHyperConnection, TritonProduct, collapse_last
+from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection, weighted_sum
 from tests.kernels.cuda.values import DTYPES, close, noise
 
 T = 35  # more than one block of the product
@@ -35,6 +35,25 @@ def test_a_collapse_is_the_torch_forms(
     assert close(got.input.cpu(), expected.input)
     assert close(got.post.cpu(), expected.post)
     assert close(got.comb.cpu(), expected.comb)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("streams", "width"), [(4, 72), (2, 50)])
+def test_the_last_collapse_weighs_by_sigmoids(
+    device: torch.device, dtype: torch.dtype, streams: int, width: int
+) -> None:
+    """Neither norm nor mixing; and a row's bits are its own, whatever else is asked for logits."""
+    x, raw = noise(T, streams, width, seed=4).to(dtype), noise(3, T, streams, seed=5)
+    scale, base = noise(1, seed=1), noise(streams, seed=2)
+    x64 = x.double()
+    length = (x64.flatten(1).square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    gates = (raw.double().sum(0) * length * scale + base).sigmoid() + 1e-6
+    there = [tensor.to(device) for tensor in (x, raw, scale, base)]
+    got = collapse_last(*there, 1e-6, 1e-5)
+    assert got.dtype == dtype
+    assert close(got.cpu(), weighted_sum(x64, gates))
+    alone = collapse_last(there[0][5:6], there[1][:, 5:6].contiguous(), *there[2:], 1e-6, 1e-5)
+    assert torch.equal(alone, got[5:6])
 
 
 def test_gates_that_saturate_stay_finite(device: torch.device) -> None:
