@@ -18,8 +18,8 @@ from dsparkd.errors import CapabilityError
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.hyper_connection import Collapsed, Mixing
 
-SPLITS = 16
-BLOCK_T = 32  # tokens of one program of the product: each of its weights serves so many
+SPLITS = 32
+BLOCK_T = 64  # tokens of one program of the product: each of its weights serves so many
 BLOCK_K = 128
 EXPAND_COLUMNS = 1024
 
