@@ -14,24 +14,48 @@ BLOCKS = 256  # blocks of four words that one program makes
 
 
 def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int, stream: int) -> Tensor:
-    """See kernels/noise.py."""
+    """See kernels/noise.py. Rows of keys may lie apart, as columns of one tensor do."""
     rows = seeds.shape[0]
     out = torch.empty((rows, vocab_size), dtype=torch.float32, device=seeds.device)
     if rows:
         grid = (rows, triton.cdiv(vocab_size, 4 * BLOCKS))
-        _gumbel[grid](seeds, choices, positions, out, stream, V=vocab_size, BLOCKS=BLOCKS, num_warps=4)
+        _gumbel[grid](
+            seeds,
+            seeds.stride(0),
+            choices,
+            choices.stride(0),
+            positions,
+            positions.stride(0),
+            out,
+            stream,
+            V=vocab_size,
+            BLOCKS=BLOCKS,
+            num_warps=4,
+        )
     return out
 
 
-@triton.jit(do_not_specialize=["stream"])  # type: ignore[untyped-decorator]
-def _gumbel(seeds, choices, positions, out, stream, V: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["stream", "seed_stride", "choice_stride", "position_stride"])  # type: ignore[untyped-decorator]
+def _gumbel(  # type: ignore[no-untyped-def]
+    seeds,
+    seed_stride,
+    choices,
+    choice_stride,
+    positions,
+    position_stride,
+    out,
+    stream,
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """Counter (block, position, choice, stream) under the row's seed, as noise.random_words has it."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     zero = block * 0
-    position = (zero + tl.load(positions + row)).to(tl.uint32)
-    choice = (zero + tl.load(choices + row)).to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(seeds + row), block.to(tl.uint32), position, choice, (zero + stream).to(tl.uint32))
+    position = (zero + tl.load(positions + row * position_stride)).to(tl.uint32)
+    choice = (zero + tl.load(choices + row * choice_stride)).to(tl.uint32)
+    seed = tl.load(seeds + row * seed_stride)
+    a, b, c, d = tl.philox(seed, block.to(tl.uint32), position, choice, (zero + stream).to(tl.uint32))
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [4 * BLOCKS])  # a, b, c, d of each block in turn
     # Words lie in float32's 24 bits only up to rounding: past the largest number below one the logarithm ends.
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
