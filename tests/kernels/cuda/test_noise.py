@@ -23,7 +23,8 @@ def test_noise_follows_every_part_of_the_key(device: torch.device, stream: int, 
     # Near zero a rounding of the inner logarithm counts as itself, not by the noise's size.
     assert torch.allclose(got, expected, rtol=2e-6, atol=3e-6)
     keys = torch.stack((SEEDS, CHOICES, POSITIONS), 1).to(device)
-    columns = gumbel(*keys.unbind(dim=1), vocab_size, stream).cpu()  # as the sampler has them
+    seeds, choices, positions = keys.unbind(dim=1)  # as the sampler has them
+    columns = gumbel(seeds, choices, positions, vocab_size, stream).cpu()
     assert torch.equal(columns, got)
     alone = gumbel(SEEDS[3:4].to(device), CHOICES[3:4].to(device), POSITIONS[3:4].to(device), vocab_size, stream).cpu()
     assert torch.equal(alone[0], got[3])
