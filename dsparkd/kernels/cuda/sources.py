@@ -15,6 +15,8 @@ from dsparkd.kernels.sources import Origin
 
 def sources(positions: Tensor, shift: int, span: int, origin: Origin) -> Tensor:
     """See kernels/sources.py."""
+    assert positions.is_contiguous()
+    assert origin.slots.is_contiguous()
     n = positions.shape[0]
     out = torch.empty((n, span), dtype=torch.int64, device=positions.device)
     has_own = origin.starts is not None
