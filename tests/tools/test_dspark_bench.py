@@ -19,7 +19,7 @@ ORIGIN = Origin(machine="test", device="cpu", dtype="float32", checkpoint="nano"
 def test_a_measured_table_is_what_the_server_reads(tmp_path: Path) -> None:
     """The strict reader and the tool must agree on every field and on times that never shrink."""
     torch.set_num_threads(1)
-    bench = steps.Bench(ensure_checkpoint(), torch.device("cpu"), "float32", 2)
+    bench = steps.Bench(ensure_checkpoint(), torch.device("cpu"), "float32", 2, has_graphs=False)
     path = tmp_path / "costs.json"
 
     table = steps.measure(bench, [1, 2], range(1, bench.gamma + 2), 1, ORIGIN)

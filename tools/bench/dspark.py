@@ -220,6 +220,7 @@ def cost_table(arguments: argparse.Namespace, directory: str) -> Path:
         [
             *(sys.executable, "-m", "tools.bench", "steps", "--out", str(out), "--max-rows", str(arguments.max_rows)),
             *("--device", arguments.device, "--dtype", DTYPES[arguments.device]),
+            *(("--eager",) if arguments.shared_device else ()),
         ],
         cwd=ROOT,
         check=True,

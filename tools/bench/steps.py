@@ -1,10 +1,12 @@
 """Measures what a decode step takes by rows and verified tokens, and writes the file that dspark.cost_table names.
 
     python -m tools.bench steps [--out FILE] [--max-rows 32] [--checkpoint DIR] [--device cpu|cuda] [--dtype float32]
+        [--eager]
 
 The real executor runs in one process, both expert shards in it: as much work as one of two ranks has when its peer has
 the same rows. What the exchange and the scheduler add to every step is left out, so the table is on the side of fewer
-drafts. Medians of --rounds steps, taken in turn; a figure below one for less work takes that one's place.
+drafts. On cuda steps are replayed from graphs, as two ranks on two GPUs do it; --eager is for a device that both share.
+Medians of --rounds steps, taken in turn; a figure below one for less work takes that one's place.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dsparkd.executor.costs import VERSION, CostTable, Origin
 from dsparkd.executor.draft import DraftDesk
 from dsparkd.executor.executor import DTYPES, Executor
 from dsparkd.executor.plan import Plan, PlanRow, SlotStart, Speculation, StepKind
+from dsparkd.executor.shapes import ShapeLimits, choose_tiers
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
@@ -45,9 +48,11 @@ GREEDY = SamplingParams(max_tokens=64, seed=1, temperature=0.0)
 
 
 class Bench:
-    """An executor over empty sequences of CONTEXT_TOKENS, max_rows of them."""
+    """An executor over empty sequences of CONTEXT_TOKENS, max_rows of them. has_graphs: steps are replayed."""
 
-    def __init__(self, checkpoint: Path, device: torch.device, dtype: DType, max_rows: int) -> None:
+    def __init__(
+        self, checkpoint: Path, device: torch.device, dtype: DType, max_rows: int, *, has_graphs: bool
+    ) -> None:
         config = load_model_config(checkpoint)
         self.gamma = config.gamma
         model, exchange = load_both_shards(checkpoint, config, DTYPES[dtype], device)
@@ -61,6 +66,12 @@ class Bench:
             0, model, 0, pool, exchange, Tokenizer.load(checkpoint), masker=None, draft_desk=self._desk
         )
         self._device = device
+        self._has_graphs = has_graphs
+        if has_graphs:
+            width = 1 + self.gamma
+            limits = ShapeLimits(max_rows, self._num_pages, width)
+            # A step that drafts is to hold both parts.
+            self._executor.capture(choose_tiers(max_rows * width), limits, lambda done, total: None, drafts_ahead=False)
         starts = tuple(SlotStart(slot, None, 0) for slot in range(1, 1 + max_rows))
         self._executor.step(Plan(StepKind.DECODE, self._rows(max_rows), starts), (max_rows, 0))
 
@@ -83,14 +94,24 @@ class Bench:
     def step(self, num_rows: int, width: int) -> None:
         """One step of so many windows, drafting included where they are wider than the anchor."""
         speculation = Speculation(width - 1, (num_rows * width, 0)) if width > 1 else None
-        self._executor.step(Plan(StepKind.DECODE, self._rows(num_rows), speculation=speculation), (num_rows, 0))
+        plan = Plan(StepKind.DECODE, self._rows(num_rows), speculation=speculation, replays=self._has_graphs)
+        self._executor.step(plan, (num_rows, 0))
         self._wait()
 
     def draft(self, num_rows: int) -> None:
         """Draft alone."""
+        rows, graphs = self._rows(num_rows), self._executor.graphs
+        tier = graphs.draft_tier((num_rows, 0)) if graphs is not None else None
         with torch.inference_mode():
-            self._desk.propose(self._rows(num_rows), (num_rows, 0))
+            if graphs is not None and tier is not None:
+                graphs.propose(tier, rows)
+            else:
+                self._desk.propose(rows, (num_rows, 0))
         self._wait()
+
+    def close(self) -> None:
+        """Let go of graphs before the process ends."""
+        self._executor.close()
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -161,13 +182,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=get_args(DType), default="float32")
+    parser.add_argument("--eager", action="store_true", help="cuda: without graphs")
     parser.add_argument("--json", action="store_true", help="print the file instead of a table")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)  # as a rank
     began = time.perf_counter()
     checkpoint = (arguments.checkpoint or ensure_checkpoint()).resolve()
-    bench = Bench(checkpoint, torch.device(arguments.device), arguments.dtype, arguments.max_rows)
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
+    is_cuda = arguments.device == "cuda"
+    place = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    has_graphs = is_cuda and not arguments.eager
+    bench = Bench(checkpoint, place, arguments.dtype, arguments.max_rows, has_graphs=has_graphs)
+    device = torch.cuda.get_device_name() if is_cuda else platform.processor() or platform.machine()
     origin = Origin(
         machine=f"{platform.node()}, {device}",
         device=arguments.device,
@@ -177,6 +202,7 @@ def main(argv: list[str]) -> int:
     )
     widths = range(1, bench.gamma + 2)
     table = measure(bench, powers_to(arguments.max_rows), widths, arguments.rounds, origin)
+    bench.close()
     text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode()
     if arguments.out is not None:
         arguments.out.write_text(text + "\n", encoding="utf-8")
