@@ -59,12 +59,12 @@ def test_a_control_in_the_same_dtype_explains_leads_and_bounds_the_mean(moved: f
 
 
 def replay(**other: int) -> Replay:
-    counts = {"differing": 0, "seen": 0, "replayed": 9, "eager": 0, "eager_replayed": 0} | other
+    counts = {"differing": 0, "seen": 0, "replayed": 9, "eager": 0, "eager_replayed": 0, "not_plain": 0} | other
     return Replay(drafts=False, requests=4, compared_ids=40, seconds=1.0, **counts)
 
 
 @pytest.mark.parametrize(
-    "fault", [{"differing": 1}, {"seen": 1}, {"replayed": 0}, {"eager": 1}, {"eager_replayed": 1}, {}]
+    "fault", [{"differing": 1}, {"seen": 1}, {"replayed": 0}, {"eager": 1}, {"eager_replayed": 1}, {"not_plain": 1}, {}]
 )
 def test_replayed_steps_are_held_to_every_id_and_log_probability(
     fault: dict[str, int], capsys: pytest.CaptureFixture[str]
