@@ -44,6 +44,7 @@ def limit_table() -> str:
         "subschemas after merging": merge.MAX_SHAPES,
         "references that follow each other": merge.MAX_CHAIN,
         "values of a bounded multipleOf": scalars.MAX_LISTED_MULTIPLES,
+        "steps of comparing values and names with what stands beside them": inspection.MAX_STEPS,
     }
     rows = [f"| {name} | {limit:,} |" for name, limit in limits.items()]
     return "\n".join(["| of | at most |", "|---|---|", *rows])

@@ -24,6 +24,7 @@ MAX_PROPERTIES = 1000
 MAX_ENUM_VALUES = 5000
 MAX_LITERAL_BYTES = 16_384
 MAX_WARNINGS = 64
+MAX_STEPS = 400_000  # in which values and names are compared with what stands beside them; a fraction of a second
 
 Policy = Literal["refuse", "report"]
 
@@ -74,13 +75,24 @@ def as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
+class Effort:
+    """What all schemas of a request take together: their bytes, and steps of comparing, whose number is a product."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_steps = 0
+
+
 class Inspection:
     """One schema as it was sent, checked keyword by keyword. Not reused.
 
-    schemas: every subschema by its place. pointer: where the schema is in the request.
+    schemas: every subschema by its place. pointer: where the schema is in the request. effort: shared with the
+    request's other schemas.
     """
 
-    def __init__(self, root: object, pointer: str, *, policy: Policy, strict: bool) -> None:
+    def __init__(
+        self, root: object, pointer: str, *, policy: Policy, strict: bool, effort: Effort | None = None
+    ) -> None:
         self.schemas: dict[str, dict[str, object] | bool] = {}
         self.draft = "any"
         self.strict = strict
@@ -91,14 +103,19 @@ class Inspection:
         self._names: dict[str, str] = {}  # $anchor and $id -> place
         self._num_properties = 0
         self._num_values = 0
+        self._effort = Effort() if effort is None else effort
 
     def run(self) -> None:
         """Look at everything. Raises GrammarError."""
         if not isinstance(self._root, dict | bool):
             self.fail("", "expected a schema: an object, true or false")
         require_plain(self._root, self._pointer)
-        if len(compact(self._root).encode()) > MAX_BYTES:
+        num_bytes = len(compact(self._root).encode())
+        if num_bytes > MAX_BYTES:
             self.fail("", f"it is larger than {MAX_BYTES} bytes", code="grammar_too_large")
+        self._effort.num_bytes += num_bytes
+        if self._effort.num_bytes > 4 * MAX_BYTES:
+            self.fail("", "the request's schemas are too large together", code="grammar_too_large")
         self.draft = self._find_draft()
         self._inspect(self._root, "", 0)
         self._resolve_all()
@@ -110,6 +127,13 @@ class Inspection:
     def fail(self, at: str, message: str, *, code: str = "invalid_schema") -> NoReturn:
         place = self._pointer + at
         raise GrammarError(f"{place or 'the schema'}: {message}", code=code, param=place)
+
+    def spend(self, steps: int) -> None:
+        """Count steps of comparing. Raises GrammarError when they are too many."""
+        self._effort.num_steps += steps
+        if self._effort.num_steps > MAX_STEPS:
+            message = "comparing its values and names with what stands beside them is too much work; list fewer of them"
+            self.fail("", message, code="grammar_too_large")
 
     def refuse(self, at: str, message: str) -> None:
         """Refuse what cannot be enforced, or under the policy "report" leave it out and say so."""

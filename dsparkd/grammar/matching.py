@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from dsparkd.grammar.pattern import (
@@ -25,6 +25,7 @@ from dsparkd.grammar.pattern import (
 )
 
 MAX_MATCH_STEPS = 50_000
+Spend = Callable[[int], None]  # told of steps, about a microsecond each; raises what its owner likes when they are many
 _LONGEST = 1 << 31  # stands for "no limit" in lengths
 
 
@@ -54,9 +55,17 @@ def _lengths(node: Node) -> tuple[int, int]:
             assert_never(node)
 
 
-def matches(node: Node, text: str) -> bool:
+def spend_freely(steps: int) -> None:
+    """Bound nothing but each match by itself."""
+
+
+def matches(node: Node, text: str, spend: Spend = spend_freely) -> bool:
     """Whether an anchor-free pattern matches the whole text. Raises PatternError when that is too much work."""
-    return len(text) in _Matching(text).ends(node, {0})
+    matching = _Matching(text)
+    try:
+        return len(text) in matching.ends(node, {0})
+    finally:
+        spend(matching.steps)
 
 
 class _Matching:
@@ -64,12 +73,12 @@ class _Matching:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._steps = 0
+        self.steps = 0
 
     def ends(self, node: Node, starts: set[int]) -> set[int]:
         """Where matches that begin at any of the starts can end."""
-        self._steps += 1 + len(starts)
-        if self._steps > MAX_MATCH_STEPS:
+        self.steps += 1 + len(starts)
+        if self.steps > MAX_MATCH_STEPS:
             raise PatternError("too much work for a text of this length")
         text = self._text
         match node:

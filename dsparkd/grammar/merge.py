@@ -183,7 +183,9 @@ class Merger:
             if len(shapes) > MAX_COMPARED_BRANCHES:
                 raise UndecidedError
             overlapping = any(
-                not are_disjoint(one, other) for index, one in enumerate(shapes) for other in shapes[:index]
+                not are_disjoint(one, other, spend=self._inspection.spend)
+                for index, one in enumerate(shapes)
+                for other in shapes[:index]
             )
         except UndecidedError:
             overlapping = True
@@ -206,8 +208,9 @@ class Merger:
             return self._typed(elements, level)
         others = [Values(tuple(one)) for one in literals[1:]]
         others_beside: list[Shape] = [*others, self._typed(elements, level)]
+        spend = self._inspection.spend
         try:
-            values = [value for value in literals[0] if all(admits(shape, value) for shape in others_beside)]
+            values = [value for value in literals[0] if all(admits(shape, value, spend) for shape in others_beside)]
         except UndecidedError:
             place = self._inspection.first_place(elements, ("enum", "const"))
             self._inspection.refuse(place, "an enum whose values cannot be compared with what stands beside it")

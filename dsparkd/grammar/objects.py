@@ -93,7 +93,7 @@ class ObjectMerge:
         forbidden = []
         for name in listed:
             try:
-                if names is not None and not admits(names, name):
+                if names is not None and not admits(names, name, self._inspection.spend):
                     raise NeverError(self._inspection.first_place(self._elements, ("propertyNames",)))
                 members[name] = self._lowering.lower(self._holding_for(name), self._level + 1)
             except UndecidedError:
@@ -106,7 +106,7 @@ class ObjectMerge:
 
     def _matches(self, node: pattern.Node, name: str) -> bool:
         try:
-            return matching.matches(node, name)
+            return matching.matches(node, name, self._inspection.spend)
         except pattern.PatternError as error:
             at = self._inspection.first_place(self._elements, ("patternProperties", "propertyNames"))
             self._inspection.fail(at, f"a pattern is {error}", code="grammar_too_large")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsparkd.errors import GrammarError
-from dsparkd.grammar.inspection import Inspection, Policy, SchemaWarning
+from dsparkd.grammar.inspection import Effort, Inspection, Policy, SchemaWarning
 from dsparkd.grammar.key import MAX_BYTES, canonical_schema
 from dsparkd.grammar.merge import Merger
 from dsparkd.grammar.shape import Shape
@@ -26,13 +26,15 @@ class Checked:
     warnings: tuple[SchemaWarning, ...]
 
 
-def check_schema(schema: object, pointer: str, *, policy: Policy = "refuse", strict: bool = False) -> Checked:
+def check_schema(
+    schema: object, pointer: str, *, policy: Policy = "refuse", strict: bool = False, effort: Effort | None = None
+) -> Checked:
     """Check a schema and write the text that XGrammar compiles.
 
     pointer: JSON pointer of the schema in the request. strict: the client asked for closed objects, so closing one that
-    says nothing of other properties is no warning. Raises GrammarError.
+    says nothing of other properties is no warning. effort: of the request's schemas so far. Raises GrammarError.
     """
-    shape, warnings = check_shape(schema, pointer, policy=policy, strict=strict)
+    shape, warnings = check_shape(schema, pointer, policy=policy, strict=strict, effort=effort)
     document = schema_document(shape)
     text = canonical_schema(document)
     if len(text.encode()) > 4 * MAX_BYTES:
@@ -42,10 +44,10 @@ def check_schema(schema: object, pointer: str, *, policy: Policy = "refuse", str
 
 
 def check_shape(
-    schema: object, pointer: str, *, policy: Policy, strict: bool
+    schema: object, pointer: str, *, policy: Policy, strict: bool, effort: Effort | None = None
 ) -> tuple[Shape, tuple[SchemaWarning, ...]]:
-    """Check a schema; return what it admits. Raises GrammarError."""
-    inspection = Inspection(schema, pointer, policy=policy, strict=strict)
+    """Check a schema; return what it admits. effort: as check_schema has it. Raises GrammarError."""
+    inspection = Inspection(schema, pointer, policy=policy, strict=strict, effort=effort)
     inspection.run()
     shape = Merger(inspection).root()
     return shape, inspection.warnings()

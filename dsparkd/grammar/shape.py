@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from dsparkd.grammar import matching, pattern
+from dsparkd.grammar.matching import Spend, spend_freely
 
 JsonType = Literal["null", "boolean", "integer", "number", "string", "array", "object"]
 
@@ -176,19 +177,21 @@ def same_value(first: object, second: object) -> bool:
             return type(first) is type(second) and first == second
 
 
-def admits(shape: Shape, value: object) -> bool:
-    """Whether the standard admits the value. Raises UndecidedError."""
+def admits(shape: Shape, value: object, spend: Spend = spend_freely) -> bool:
+    """Whether the standard admits the value. Raises UndecidedError, and what spend raises."""
+    spend(1)
     match shape:
         case Anything():
             return True
         case Ref():
-            return admits(resolved(shape), value)
+            return admits(resolved(shape), value, spend)
         case Union(branches):
-            return any(admits(branch, value) for branch in branches)
+            return any(admits(branch, value, spend) for branch in branches)
         case Suggested(inner):
             kind = type_of(value)
-            return ("number" if kind == "integer" else kind) not in _kinds(inner) or admits(inner, value)
+            return ("number" if kind == "integer" else kind) not in _kinds(inner) or admits(inner, value, spend)
         case Values(values):
+            spend(len(values) // 4)
             return any(same_value(value, one) for one in values)
         case Simple(kind):
             return type_of(value) == kind
@@ -201,18 +204,18 @@ def admits(shape: Shape, value: object) -> bool:
         case Strings(node, least, most):
             if not isinstance(value, str) or not least <= len(value) <= (len(value) if most is None else most):
                 return False
-            return node is None or _matches(node, value)
+            return node is None or _matches(node, value, spend)
         case Arrays():
-            return isinstance(value, list) and _admits_array(shape, value)
+            return isinstance(value, list) and _admits_array(shape, value, spend)
         case Objects():
-            return isinstance(value, dict) and _admits_object(shape, value)
+            return isinstance(value, dict) and _admits_object(shape, value, spend)
         case _:
             assert_never(shape)
 
 
-def _matches(node: pattern.Node, text: str) -> bool:
+def _matches(node: pattern.Node, text: str, spend: Spend) -> bool:
     try:
-        return matching.matches(node, text)
+        return matching.matches(node, text, spend)
     except pattern.PatternError as error:
         raise UndecidedError from error
 
@@ -226,32 +229,32 @@ def _in_bounds(shape: Numbers, value: float) -> bool:
     )
 
 
-def _admits_array(shape: Arrays, value: list[object]) -> bool:
+def _admits_array(shape: Arrays, value: list[object], spend: Spend) -> bool:
     if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
         return False
-    if not all(map(admits, shape.prefix, value)):
+    if not all(admits(below, item, spend) for below, item in zip(shape.prefix, value, strict=False)):
         return False
     rest = shape.rest
-    return all(rest is not None and admits(rest, item) for item in value[len(shape.prefix) :])
+    return all(rest is not None and admits(rest, item, spend) for item in value[len(shape.prefix) :])
 
 
-def _admits_object(shape: Objects, value: dict[str, object]) -> bool:
+def _admits_object(shape: Objects, value: dict[str, object], spend: Spend) -> bool:
     if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
         return False
     if not shape.required <= value.keys() or not shape.forbidden.isdisjoint(value):
         return False
     members = dict(shape.members)
     for name, item in value.items():
-        if shape.names is not None and not admits(shape.names, name):
+        if shape.names is not None and not admits(shape.names, name, spend):
             return False
-        keyed = [below for node, below in shape.keyed if _matches(node, name)]
+        keyed = [below for node, below in shape.keyed if _matches(node, name, spend)]
         if name in members:
             keyed = [members[name]]
         elif not keyed:
             if shape.others is None:
                 return False
             keyed = [shape.others]
-        if not all(admits(below, item) for below in keyed):
+        if not all(admits(below, item, spend) for below in keyed):
             return False
     return True
 
@@ -283,8 +286,9 @@ def _kinds(shape: Shape) -> _Kinds:
             assert_never(shape)
 
 
-def are_disjoint(first: Shape, second: Shape, depth: int = 0) -> bool:
-    """Whether it is plain that no value is in both. Raises UndecidedError."""
+def are_disjoint(first: Shape, second: Shape, depth: int = 0, spend: Spend = spend_freely) -> bool:
+    """Whether it is plain that no value is in both. Raises UndecidedError, and what spend raises."""
+    spend(1)
     first, second = resolved(first), resolved(second)
     if _kinds(first).isdisjoint(_kinds(second)):
         return True
@@ -292,21 +296,21 @@ def are_disjoint(first: Shape, second: Shape, depth: int = 0) -> bool:
         return False
     match first, second:
         case Union(branches), other:
-            return all(are_disjoint(branch, other, depth + 1) for branch in branches)
+            return all(are_disjoint(branch, other, depth + 1, spend) for branch in branches)
         case other, Union(branches):
-            return all(are_disjoint(other, branch, depth + 1) for branch in branches)
+            return all(are_disjoint(other, branch, depth + 1, spend) for branch in branches)
         case Values(values), other:
-            return not any(admits(other, value) for value in values)
+            return not any(admits(other, value, spend) for value in values)
         case other, Values(values):
-            return not any(admits(other, value) for value in values)
+            return not any(admits(other, value, spend) for value in values)
         case (Integers() | Numbers(), Integers() | Numbers()):
             return _bounds(first)[1] < _bounds(second)[0] or _bounds(second)[1] < _bounds(first)[0]
         case Strings(), Strings():
             return _disjoint_strings(first, second)
         case Arrays(), Arrays():
-            return _disjoint_arrays(first, second, depth)
+            return _disjoint_arrays(first, second, depth, spend)
         case Objects(), Objects():
-            return _disjoint_objects(first, second, depth)
+            return _disjoint_objects(first, second, depth, spend)
         case _:
             return False
 
@@ -368,7 +372,7 @@ def _disjoint_strings(first: Strings, second: Strings) -> bool:
     return first.node is not None and second.node is not None and matching.are_disjoint(first.node, second.node)
 
 
-def _disjoint_arrays(first: Arrays, second: Arrays, depth: int) -> bool:
+def _disjoint_arrays(first: Arrays, second: Arrays, depth: int, spend: Spend) -> bool:
     if first.most is not None and first.most < second.least:
         return True
     if second.most is not None and second.most < first.least:
@@ -376,12 +380,12 @@ def _disjoint_arrays(first: Arrays, second: Arrays, depth: int) -> bool:
     for index in range(min(first.least, second.least, 16)):
         a = first.prefix[index] if index < len(first.prefix) else first.rest
         b = second.prefix[index] if index < len(second.prefix) else second.rest
-        if a is None or b is None or are_disjoint(a, b, depth + 1):
+        if a is None or b is None or are_disjoint(a, b, depth + 1, spend):
             return True
     return False
 
 
-def _disjoint_objects(first: Objects, second: Objects, depth: int) -> bool:
+def _disjoint_objects(first: Objects, second: Objects, depth: int, spend: Spend) -> bool:
     for one, other in ((first, second), (second, first)):
         members = dict(other.members)
         for name in one.required:
@@ -390,7 +394,7 @@ def _disjoint_objects(first: Objects, second: Objects, depth: int) -> bool:
             if (
                 name in members
                 and name in other.required
-                and are_disjoint(dict(one.members)[name], members[name], depth + 1)
+                and are_disjoint(dict(one.members)[name], members[name], depth + 1, spend)
             ):
                 return True
     return False

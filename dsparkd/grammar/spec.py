@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import pattern, spelling
-from dsparkd.grammar.inspection import MAX_ENUM_VALUES, MAX_LITERAL_BYTES, Policy, SchemaWarning
+from dsparkd.grammar.inspection import MAX_ENUM_VALUES, MAX_LITERAL_BYTES, Effort, Policy, SchemaWarning
 from dsparkd.grammar.key import MAX_BYTES, canonical_tag, compact, read_json, require_plain, require_text
 from dsparkd.grammar.schema import Checked, check_schema
 from dsparkd.grammar.tag import check_tag
@@ -313,8 +313,9 @@ def _from_tools(body: Mapping[str, object], source: _Source | None, options: Con
     chosen = list(enumerate(listed)) if wanted is None else [(wanted, listed[wanted])]
     tools: list[Tool] = []
     warnings: list[SchemaWarning] = []
+    effort = Effort()
     for index, definition in chosen:
-        tool, found = _tool(definition, f"/tools/{index}", options, is_enforced=is_forced)
+        tool, found = _tool(definition, f"/tools/{index}", options, effort, is_enforced=is_forced)
         tools.append(tool)
         warnings += found
     writer = ToolWriter(options.marker_id, options.max_whitespace)
@@ -359,7 +360,7 @@ def _is_strict(definition: object) -> bool:
 
 
 def _tool(
-    definition: object, pointer: str, options: ConstraintOptions, *, is_enforced: bool
+    definition: object, pointer: str, options: ConstraintOptions, effort: Effort, *, is_enforced: bool
 ) -> tuple[Tool, tuple[SchemaWarning, ...]]:
     """A tool whose arguments are held to its schema where the call is forced or the tool is strict."""
     function = _function(definition, pointer)
@@ -373,7 +374,7 @@ def _tool(
         parameters = {"type": "object", "properties": {}}
     place = f"{pointer}/function/parameters"
     try:
-        shape, warnings = tool_shape(parameters, place, policy=options.unsupported)
+        shape, warnings = tool_shape(parameters, place, policy=options.unsupported, effort=effort)
     except GrammarError as error:
         if options.unsupported == "report" and error.code == "unsupported_schema":
             return Tool(name, None), (SchemaWarning("unsupported", place, f"tool {name}: {error.message}"),)

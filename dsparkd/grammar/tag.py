@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import pattern, spelling
-from dsparkd.grammar.inspection import MAX_LITERAL_BYTES, Policy, SchemaWarning, escape
+from dsparkd.grammar.inspection import MAX_LITERAL_BYTES, Effort, Policy, SchemaWarning, escape
 from dsparkd.grammar.key import MAX_DEPTH, read_json
 from dsparkd.grammar.schema import check_schema
 
@@ -60,6 +60,7 @@ class _TagChecker:
         self._policy = policy
         self._max_whitespace = max_whitespace
         self._num_formats = 0
+        self._effort = Effort()
 
     def document(self, value: object, pointer: str) -> dict[str, object]:
         if not isinstance(value, dict):
@@ -168,7 +169,7 @@ class _TagChecker:
 
     def _schema(self, value: object, at: str) -> dict[str, object]:
         schema = read_json(value, at) if isinstance(value, str) else value
-        checked = check_schema(schema, at, policy=self._policy)
+        checked = check_schema(schema, at, policy=self._policy, effort=self._effort)
         self.warnings += checked.warnings
         found: dict[str, object] = {"type": "json_schema", "json_schema": checked.document}
         return found | ({"max_whitespace_cnt": self._max_whitespace} if self._max_whitespace else {})

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dsparkd.errors import GrammarError
 from dsparkd.grammar import spelling
-from dsparkd.grammar.inspection import Policy, SchemaWarning, escape
+from dsparkd.grammar.inspection import Effort, Policy, SchemaWarning, escape
 from dsparkd.grammar.key import canonical_tag, compact
 from dsparkd.grammar.schema import check_shape
 from dsparkd.grammar.shape import Anything, Objects, Ref, Shape, Strings, Suggested, Union, Values, resolved
@@ -137,9 +137,11 @@ class ToolWriter:
                 yield _const(part)
 
 
-def tool_shape(parameters: object, pointer: str, *, policy: Policy) -> tuple[Objects | None, tuple[SchemaWarning, ...]]:
-    """Check a tool's parameters; None shape: any arguments. Raises GrammarError."""
-    found, checked = check_shape(parameters, pointer, policy=policy, strict=True)
+def tool_shape(
+    parameters: object, pointer: str, *, policy: Policy, effort: Effort | None = None
+) -> tuple[Objects | None, tuple[SchemaWarning, ...]]:
+    """Check a tool's parameters; None shape: any arguments. effort: of the tools so far. Raises GrammarError."""
+    found, checked = check_shape(parameters, pointer, policy=policy, strict=True, effort=effort)
     shape, warnings = resolved(found), list(checked)
     if isinstance(shape, Suggested):
         shape = resolved(shape.shape)

@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import jsonschema
 import pytest
@@ -303,6 +304,41 @@ def test_g06_limits_hold_at_their_edge(name: str) -> None:
 
     assert caught.value.code in ("grammar_too_large", "unsupported_schema")
     assert pointer is None or caught.value.param == pointer
+
+
+PRODUCTS: dict[str, dict[str, object]] = {
+    "values by patterns": {
+        "enum": [f"ab{number:04}" for number in range(MAX_ENUM_VALUES)],
+        "anyOf": [{"pattern": f"^a.*{number}$"} for number in range(40)],
+    },
+    "values by values": {
+        "allOf": [{"enum": [f"{number + shift:036}" for number in range(MAX_ENUM_VALUES // 2)]} for shift in (0, 1)]
+    },
+    "values by branches": {
+        "enum": [f"ab{number:04}" for number in range(MAX_ENUM_VALUES)],
+        "anyOf": [{"minLength": number} for number in range(100)],
+    },
+    "branches by branches": {
+        "oneOf": [
+            *({"enum": [f"{branch} {number}" for number in range(240)]} for branch in range(20)),
+            *({"type": "string", "pattern": f"^b(?:a?b?)*{branch}$"} for branch in range(20)),
+        ]
+    },
+    "names by patterns": {
+        "properties": {"name" * 20 + str(number): {} for number in range(900)},
+        "patternProperties": {"^(?:(?:n?a?m?e?[0-9]?){20}){10}$": {}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("policy", ["refuse", "report"])
+def test_g06_what_multiplies_within_the_limits_is_bounded_too(name: str, policy: Literal["refuse", "report"]) -> None:
+    """G-06, R16: each took seconds, and two threads read the bodies of all requests."""
+    with pytest.raises(GrammarError, match="too much work") as caught:
+        check_schema(PRODUCTS[name], "/at", policy=policy)
+
+    assert (caught.value.code, caught.value.param) == ("grammar_too_large", "/at")
 
 
 @pytest.mark.parametrize(

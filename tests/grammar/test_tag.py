@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dsparkd.errors import GrammarError
@@ -133,5 +135,17 @@ def test_depth_is_limited() -> None:
 
     with pytest.raises(GrammarError) as caught:
         parse_constraint({"structural_tag": {"format": format_}}, ConstraintOptions())
+
+    assert caught.value.code == "grammar_too_large"
+
+
+def test_schemas_of_one_tag_count_together() -> None:
+    """G-06, R16: a thousand schemas within the limits of one would keep a thread that reads bodies for minutes."""
+    values = ["a" * 30 + str(number) for number in range(100)]
+    heavy = {"type": "json_schema", "json_schema": {"enum": values, "pattern": "^(?:a?){40}[0-9]*$"}}
+    assert language(heavy).admits(json.dumps(values[3]))
+
+    with pytest.raises(GrammarError, match="too much work") as caught:
+        language({"type": "sequence", "elements": [heavy] * 40})
 
     assert caught.value.code == "grammar_too_large"

@@ -210,6 +210,23 @@ def test_tool_that_cannot_be_enforced_is_named(broken: dict[str, object], code: 
     assert (caught.value.code, caught.value.param) == (code, "/tools/1/function/parameters" + pointer)
 
 
+HEAVY = {"enum": ["a" * 30 + str(number) for number in range(100)], "pattern": "^(?:a?){40}[0-9]*$"}
+LARGE = {"description": "x" * 250_000}
+
+
+@pytest.mark.parametrize("argument", [HEAVY, LARGE])
+def test_what_one_tool_may_have_many_may_not_have_together(argument: dict[str, object]) -> None:
+    """G-06, R16: a thousand tools within the limits of one would keep a thread that reads bodies for minutes."""
+    tools = [tool(f"f{number}", properties={"a": argument}, required=["a"]) for number in range(40)]
+
+    assert parse_constraint({"tools": tools[:1], "tool_choice": "required"}, OPTIONS) is not None
+    code, pointer = refusal(tools=tools, tool_choice="required")
+
+    assert code == "grammar_too_large"
+    assert pointer is not None
+    assert pointer.startswith("/tools/")
+
+
 def test_policy_report_frees_the_arguments_of_a_tool_and_says_so(compiler: xgrammar.GrammarCompiler) -> None:
     """R19: the other way that an operator may choose; the response then lists it."""
     broken = tool("f", anyOf=[{"required": ["a"]}, {"required": ["b"]}])
