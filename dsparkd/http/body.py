@@ -32,7 +32,7 @@ async def read_body(request: Request, limits: LimitsConfig) -> bytes:
     Raises RequestError 413 for one that is too large, before reading it where its length is declared, 408 for one that
     comes too slowly, 415 for one that is compressed, and ClientLeft.
     """
-    if request.headers.get("content-encoding", "identity") != "identity":
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise RequestError("send the body without Content-Encoding", status=415, code="unsupported_encoding")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limits.max_body_bytes:
