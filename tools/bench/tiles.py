@@ -147,7 +147,7 @@ class Bound:
             (rows, place.inputs), generator=torch.Generator(device).manual_seed(1), device=device
         ).bfloat16()
 
-        chosen = choose_tiles(rows, place.form, torch.bfloat16)
+        chosen = choose_tiles(rows, place.outputs, place.form, torch.bfloat16)
         own = [chosen]
         linear = TritonLinear(weight, choose=lambda *_: own[0])
 

@@ -65,11 +65,15 @@ class TritonExperts:
         """Compile for every tile shape that loads may ask for, at start: no step shall wait for a compiler."""
         values = self._w13[0]
         dtype = values.dtype if self._format is Format.DENSE else torch.bfloat16
-        x = torch.zeros((1, self._width), dtype=dtype, device=values.device)
-        expert_ids = torch.full((1, 1), self._first, dtype=torch.int32, device=values.device)
-        shares = torch.zeros((1, 1), device=values.device)
-        for tiles in tiles_of(self._format, dtype):
-            self._sum(x, expert_ids, shares, tiles)
+        for num_rows in (1, TURNED_ROWS):  # from so many rows on their columns are turned before the product
+            x = torch.zeros((num_rows, self._width), dtype=dtype, device=values.device)
+            # One row for this shard: a tile is enough.
+            foreign = self._first + self._num_experts
+            expert_ids = torch.full((num_rows, 1), foreign, dtype=torch.int32, device=values.device)
+            expert_ids[:1] = self._first
+            shares = torch.zeros((num_rows, 1), device=values.device)
+            for tiles in tiles_of(self._format, dtype):
+                self._sum(x, expert_ids, shares, tiles)
 
     def _sum(self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles) -> Tensor:
         R, D = x.shape
@@ -87,7 +91,7 @@ class TritonExperts:
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
         width, is_packed = self._expert_width, self._format is not Format.DENSE
-        is_turned = is_packed and tiles.rows >= TURNED_ROWS and x.shape[1] % FP8_GROUP == 0
+        is_turned = is_packed and max(len(x), tiles.rows) >= TURNED_ROWS and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
         _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
@@ -147,8 +151,8 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     if dtype == torch.float32:
         return (Tiles(16, 32, 32, 4, 2),)
     return (
-        Tiles(16, 64, 128, 4, 3),
-        Tiles(32, 64, 128, 4, 3),
+        Tiles(16, 64, 128, 4, 3, 96),
+        Tiles(32, 64, 128, 4, 3, 128),
         Tiles(64, 64, 128, 4, 3),
         Tiles(128, 128, 64, 8, 3) if form is Format.DENSE else Tiles(256, 64, 128, 8, 3),
     )

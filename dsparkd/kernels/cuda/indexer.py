@@ -19,8 +19,8 @@ from dsparkd.kernels.tiles import KEY_TILE
 
 SCORE_BYTES = 256 << 20  # of scores that may lie in memory at once
 SPAN = 512  # entries that one program scores
-MANY_TOKENS = 1024  # fill the device with a program each
-SELECT_BLOCKS = {True: (1024, 8), False: (4096, 16)}  # scores that one program reads at a time, and its warps: if many
+MANY_SCORES = 16384  # of a token
+SELECT_BLOCKS = {True: (4096, 16), False: (1024, 8)}  # scores that one program reads at a time, and its warps: if many
 
 
 class TritonIndexer:
@@ -86,7 +86,7 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
 
 def keep_best(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor) -> None:
     """Write each token's best entries' slots into chosen [n, K], ascending by entry, zeros behind them."""
-    _keep_best_of(scores, visible, top_k, chosen, scores.shape[0] > MANY_TOKENS)
+    _keep_best_of(scores, visible, top_k, chosen, visible.most > MANY_SCORES)
 
 
 def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, many: bool) -> None:

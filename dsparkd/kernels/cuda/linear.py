@@ -35,6 +35,7 @@ from dsparkd.kernels.weight import FP8_GROUP, Format, Weight
 SPLIT_OUTPUTS = 64  # outputs of one program, as the number of splits is reckoned
 SPLIT_INPUTS = 512  # the least inputs of a split
 SPLIT_PROGRAMS = 256  # more programs than these are not made by splits of the inputs of one row tile
+LARGE_PROGRAMS = 96  # with fewer of the largest tiles, smaller ones are faster
 SPREAD_PROGRAMS = 128  # with fewer programs, each split gets one of its own
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
@@ -43,7 +44,7 @@ class TritonLinear:
     """Form for cuda. Implements LinearKernel; any number of rows. wide: the product is float32.
 
     groups: G products side by side: x is [M, G * I], and the g-th O / G outputs read the g-th I of its columns.
-    choose: tiles by number of rows, format and dtype; they must not change a row's bits.
+    choose: tiles by number of rows, outputs, format and dtype; they must not change a row's bits.
     One call at a time: the counters of arrived splits are kept, and zero between calls.
     """
 
@@ -53,7 +54,7 @@ class TritonLinear:
         *,
         wide: bool = False,
         groups: int = 1,
-        choose: Callable[[int, Format, torch.dtype], Tiles] | None = None,
+        choose: Callable[[int, int, Format, torch.dtype], Tiles] | None = None,
     ) -> None:
         self._format, self._shape = weight.format, weight.shape
         self._values, self._scales = regroup(weight), scales_of(weight)
@@ -65,7 +66,7 @@ class TritonLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See LinearKernel."""
-        return self._product(x, self._choose(x.shape[0], self._format, x.dtype))
+        return self._product(x, self._choose(x.shape[0], self._shape[0], self._format, x.dtype))
 
     def compile(self) -> None:
         """Compile for every tile shape that rows may ask for, at start: no step shall wait for a compiler."""
@@ -149,10 +150,13 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     )
 
 
-def choose_tiles(num_rows: int, form: Format, dtype: torch.dtype) -> Tiles:
-    """Pick one of them for a number of rows."""
+def choose_tiles(num_rows: int, outputs: int, form: Format, dtype: torch.dtype) -> Tiles:
+    """Pick one of them for a number of rows and outputs: the largest only where it still makes many programs."""
     shapes = tiles_of(form, dtype)
-    return shapes[min(sum(num_rows > limit for limit in (16, 32, 192)), len(shapes) - 1)]
+    large = shapes[-1]
+    if triton.cdiv(num_rows, large.rows) * triton.cdiv(outputs, large.outputs) >= LARGE_PROGRAMS and num_rows > 192:
+        return large
+    return shapes[min(sum(num_rows > limit for limit in (16, 32)), len(shapes) - 1)]
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]

@@ -35,12 +35,12 @@ def expected_choice(scores: Tensor, visible: Visible, top_k: int) -> Tensor:
 
 @pytest.mark.parametrize("top_k", [1, 64, 200])
 @pytest.mark.parametrize("kind", ["spread", "few", "zeros"])
-@pytest.mark.parametrize("many_tokens", [0, 100])
+@pytest.mark.parametrize("many_scores", [0, 10**6])
 def test_the_choice_is_exact(
-    device: torch.device, kind: str, top_k: int, many_tokens: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, kind: str, top_k: int, many_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any scores, signs included; equal ones go to the lower entry, and both zeros are equal."""
-    monkeypatch.setattr("dsparkd.kernels.cuda.indexer.MANY_TOKENS", many_tokens)
+    monkeypatch.setattr("dsparkd.kernels.cuda.indexer.MANY_SCORES", many_scores)
     visible = random_visible(COUNTS)
     scores = noise(len(COUNTS), visible.most)
     if kind == "few":

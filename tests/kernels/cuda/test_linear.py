@@ -40,7 +40,7 @@ def test_packed_weights_have_the_values_of_dense_ones(device: torch.device, form
 def test_inputs_turned_before_and_in_the_product_give_the_same_bits(device: torch.device, form: Format) -> None:
     """The tiles that rows ask for decide which of both it is."""
     weight, x = random_weight(form, 64, 256, 3, device), noise(device, 70, 256)
-    assert choose_tiles(16, form, x.dtype).rows < TURNED_ROWS <= choose_tiles(70, form, x.dtype).rows
+    assert choose_tiles(16, 64, form, x.dtype).rows < TURNED_ROWS <= choose_tiles(70, 64, form, x.dtype).rows
     kernel = TritonLinear(weight, wide=True)
     assert torch.equal(kernel(x)[:16], kernel(x[:16]))
 
@@ -71,9 +71,9 @@ def test_stacked_fp8_weights_keep_their_own_scales(device: torch.device) -> None
 @pytest.mark.parametrize("form", [Format.DENSE, Format.FP8])
 def test_every_tile_shape_that_rows_ask_for_is_compiled_at_start(device: torch.device, form: Format) -> None:
     """No step waits for a compiler; and none is compiled in vain."""
-    asked = {choose_tiles(rows, form, torch.bfloat16) for rows in range(1, 9000, 7)}
+    asked = {choose_tiles(rows, 4096, form, torch.bfloat16) for rows in range(1, 9000, 7)}
     assert asked == set(tiles_of(form, torch.bfloat16))
-    assert choose_tiles(10**6, form, torch.float32) in tiles_of(form, torch.float32)
+    assert choose_tiles(10**6, 64, form, torch.float32) in tiles_of(form, torch.float32)
     TritonLinear(random_weight(form, 64, 2 * 128, 1, device), groups=2).compile()
 
 
@@ -86,7 +86,7 @@ def test_splits_are_added_in_their_order_whoever_sums_them(
     weight, x = random_weight(form, outputs, inputs, 3, device), noise(device, 21, inputs)
     splits = splits_of(outputs, inputs)
     assert splits == inputs // 512
-    kernel, tiles = TritonLinear(weight, wide=True), choose_tiles(21, form, torch.bfloat16)
+    kernel, tiles = TritonLinear(weight, wide=True), choose_tiles(21, outputs, form, torch.bfloat16)
     alone = kernel._product(x, tiles, spread=False)
     with poisoned_memory():
         for _ in range(2):
