@@ -219,8 +219,11 @@ def test_d16_a_row_that_thinks_before_its_grammar_cannot_end(executor: Executor)
         assert (output.token_ids == (eos_id,)) == (not is_thinking)
 
 
-def test_a_grammar_without_a_masker_is_refused(executor: Executor, info: xgrammar.TokenizerInfo) -> None:
-    """A row is never sampled past its grammar."""
+def test_a_grammar_without_a_masker_is_refused(
+    executor: Executor, info: xgrammar.TokenizerInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is never sampled past its grammar, and found before the peer would wait in expert layers."""
+    monkeypatch.setattr(executor, "_forward", None)
     sequence = Sequence("s", prompt(5), GREEDY, slot=1, first_page=1)
     matcher = Matcher(xgrammar.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "a"'))
     with pytest.raises(InvariantError, match="no mask"):
