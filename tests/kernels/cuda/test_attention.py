@@ -11,7 +11,7 @@ from torch import Tensor
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda import attention
-from dsparkd.kernels.cuda.attention import PART, TritonAttention, norm_and_rotate
+from dsparkd.kernels.cuda.attention import TritonAttention, norm_and_rotate
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
 from tests.kernels.cuda.values import DTYPES, close, noise
@@ -19,9 +19,16 @@ from tools.gates.kernels import poisoned_memory
 
 W, RING, POOL = 48, 60, 300  # window, rows of ring and pages
 COUNTS = [0, 1, 64, 65, 130, 192, 0]
+PART = 128  # entries of a part here
 LONG = [0, PART, PART + 1, 2 * PART, 1, 2 * PART + 70, 0]  # up to three parts, among tokens of one
 FIRST = [47, 5, 0, 33, 0, 0, 48]  # the last token sees nothing: padding
 N = len(COUNTS)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a few tiles: the interpreter is slow."""
+    monkeypatch.setattr(attention, "PART", PART)
 
 
 def rotation_of(tokens: int, rotary: int) -> Rotation:
