@@ -332,8 +332,12 @@ def test_a_report_that_cannot_be_written_changes_nothing_else(server: Server) ->
     assert_nothing_left(server)
 
 
-def test_children_die_with_a_parent_that_is_killed(server: Server) -> None:
-    """L-39: kill -9 of the parent leaves no process."""
+@pytest.mark.parametrize("hang", [False, True])
+def test_children_die_with_a_parent_that_is_killed(server: Server, hang: bool) -> None:
+    """L-39: kill -9 of the parent leaves no process, not even one that hangs and so reads of no end."""
+    if hang:
+        for pid in server.children().values():
+            os.kill(pid, signal.SIGSTOP)
     server.process.kill()
     server.process.wait()
 
