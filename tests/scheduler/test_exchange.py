@@ -332,8 +332,9 @@ def test_the_time_of_agreements_is_counted_by_phase(lab, pair, runner):
             assert {phase for phase, seconds in spent.items() if seconds} == {"total"}
 
 
-def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):
-    """R38: the parent's end wakes the rank, which fails, and with it its peer, instead of sleeping for ever."""
+@pytest.mark.parametrize("neighbour", ["parent", "detokenizer"])
+def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner, neighbour):
+    """R38: a neighbour's end wakes the rank, which fails, and with it its peer, instead of sleeping for ever."""
     # The frame that goes out at the beginning of a park; the snapshot that says so comes before.
     parks = [f"dsparkd_parks_total\0{dp_rank}" for dp_rank in (0, 1)]
     runner.wait_for(
@@ -343,14 +344,13 @@ def test_a_parked_rank_sees_the_end_of_its_neighbours(pair, runner):
     )
     if pair.kind == "gloo":
         pair.ranks[1].exchange._gather = refuse  # what gloo says when the peer's process has gone
-    pair.ranks[0].parent.close()
+    getattr(pair.ranks[0], neighbour).close()
     runner.threads[0].join(20)
-    if pair.kind == "native":
-        pair.ranks[0].exchange._attachment.close()  # as its process' end would be seen
+    pair.ranks[0].exchange.close()  # as its process' end would be seen
     for thread in runner.threads:
         thread.join(20)
     assert len(runner.failures) == 2
-    assert any("parent closed" in str(failure) for failure in runner.failures)
+    assert any(f"{neighbour} closed" in str(failure) for failure in runner.failures)
 
 
 def refuse(_words):
