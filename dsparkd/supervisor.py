@@ -344,6 +344,15 @@ def http_settings(descriptor: int) -> hypercorn.Config:
     return server
 
 
+def report_exception(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """Log what no task took, but for a connection that ends with the loop: one that came in a stop's last moment.
+
+    Python 3.11 takes its cancelled task for a callback that failed.
+    """
+    if not isinstance(context.get("exception"), asyncio.CancelledError):
+        loop.default_exception_handler(context)
+
+
 class Supervisor:
     """Brings the server up, keeps it, takes it down. One instance, one `run`, owned by the event loop."""
 
@@ -376,6 +385,7 @@ class Supervisor:
     async def run(self) -> int:
         """Serve until a signal or a failure; return the exit code. All children have ended then."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(report_exception)
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -19,7 +19,14 @@ from dsparkd import metrics, system
 from dsparkd.config import ServerConfig
 from dsparkd.errors import ConfigError, FatalError
 from dsparkd.messages import CrashReport
-from dsparkd.supervisor import Child, ChildWatch, bind_listener, describe_failure, http_settings
+from dsparkd.supervisor import (
+    Child,
+    ChildWatch,
+    bind_listener,
+    describe_failure,
+    http_settings,
+    report_exception,
+)
 from tools.harness import ROOT, Server, Tables, alive, free_port
 
 FAKE_SERVER = (sys.executable, str(ROOT / "tests" / "fake_server.py"))
@@ -650,3 +657,39 @@ def test_the_service_manager_is_told_of_each_stage(tmp_path: Path) -> None:
             (stopping,) = [state for state in states if "STOPPING=1" in state]
             assert "EXTEND_TIMEOUT_USEC=32000000" in stopping  # 20 to drain, 5 to abort, 2 for the children, 5 of grace
             assert server.wait_exit(20) == 0
+
+
+def test_a_connection_that_a_stop_cancels_is_no_error_and_a_failed_callback_is_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """L-35: one that came in the last moment, unknown to the HTTP server, ends with the loop; a stop logs no error."""
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(report_exception)
+        served: asyncio.Future[asyncio.Task[None] | None] = loop.create_future()
+
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            served.set_result(asyncio.current_task())
+            try:
+                await reader.read()
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(hang, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        task = await served
+        assert task is not None
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        assert not caplog.records
+        loop.call_soon(int, "none")
+        writer.close()
+        await writer.wait_closed()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(play())
+
+    assert ["ValueError" in str(record.exc_info) for record in caplog.records] == [True]
