@@ -108,6 +108,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     chunk_tokens: int | None = None  # resolve(): 8,192 on cuda, 1,024 on cpu
     max_frames_per_tick: int = 256
     max_prefill_streak: int = 4
+    overlap: bool | None = None  # resolve(): on cuda, where nothing is drafted
 
     def __post_init__(self) -> None:
         self._require(self.max_rows > 0, "max_rows", "use a positive number of rows")
@@ -457,10 +458,21 @@ def resolve(config: Config, hardware: Hardware) -> Config:
             config.watchdog.tick_timeout_s,
             f"use more than exchange.timeout_s ({config.exchange.timeout_s})",
         )
-    scheduler = msgspec.structs.replace(config.scheduler, chunk_tokens=chunk_tokens)
+    overlap = _choose_overlap(config)
+    scheduler = msgspec.structs.replace(config.scheduler, chunk_tokens=chunk_tokens, overlap=overlap)
     grammar = _share_cpus(config.grammar, hardware.num_cpus)
     decode_graph = _choose_graphs(config.decode_graph, config.engine)
     return msgspec.structs.replace(config, scheduler=scheduler, grammar=grammar, decode_graph=decode_graph)
+
+
+def _choose_overlap(config: Config) -> bool:
+    """Overlap steps on cuda, unless the file says. Raises ConfigError where drafts are made behind steps instead."""
+    wanted = config.scheduler.overlap
+    drafts = config.dspark.enabled and config.dspark.max_verify != 0
+    if wanted and drafts:
+        reason = "a step's drafts are made behind the one before, and need its ids"
+        raise ConfigError("scheduler.overlap", True, f"{reason}; leave it out, or set dspark.enabled = false")
+    return config.engine.device == "cuda" and not drafts if wanted is None else wanted
 
 
 def _choose_graphs(config: DecodeGraphConfig, engine: EngineConfig) -> DecodeGraphConfig:

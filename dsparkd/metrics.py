@@ -88,6 +88,7 @@ PATH_ACTIVE = _family(
         "gloo_exchange",
         "prefix_cache",
         "mixed_step",
+        "overlap",
         "decode_graph",
         "random_weights",
         "grammar_traversal",
@@ -385,6 +386,16 @@ DECODE_STEPS = _family(
     path=("graph", "eager"),
     open_labels=("tier",),
 )
+STEPS_AHEAD = _family(
+    "steps_ahead_total",
+    "counter",
+    "Steps that were launched before the results of the step before them were there (`scheduler.overlap`).",
+)
+DROPPED_ROWS = _family(
+    "dropped_rows_total",
+    "counter",
+    "Rows of steps that were launched before it was known that their request had ended; what they gave fell away.",
+)
 GRAMMAR_TRUNCATED = _family(
     "grammar_truncated_tokens_total",
     "counter",
@@ -459,6 +470,8 @@ FAMILIES: tuple[Family, ...] = (
     ACCEPTED_PER_STEP,
     VERIFY_STEPS,
     DECODE_STEPS,
+    STEPS_AHEAD,
+    DROPPED_ROWS,
     GRAMMAR_TRUNCATED,
     CHILD_EXITS,
 )

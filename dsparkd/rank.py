@@ -179,6 +179,7 @@ class Rank:
         self._paths = (
             *exchange_paths(timeouts, spin_s),
             *PATHS,
+            overlap_path(config, self._max_drafts),
             weights_path(config.engine),
             *grammar_paths(config.grammar),
             *draft_paths(config.dspark, self._max_drafts, model_config.gamma, table),
@@ -328,6 +329,7 @@ class Rank:
             heartbeat_s=config.health.heartbeat_s,
             farewell_s=config.routing.send_timeout_s,
             decode_graphs=bool(config.decode_graph.enabled),
+            overlap=bool(config.scheduler.overlap),
         )
         board = BoardWriter(open_board(self._wiring.board), dp_rank)
         os.close(self._wiring.board)  # the mapping stays
@@ -451,6 +453,14 @@ def exchange_paths(config: ExchangeConfig, spin_s: float) -> tuple[PathState, ..
         return PathState("native_exchange", "off", off.why), PathState("gloo_exchange", "active", off.why)
     spins = f"spins {spin_s * 1e6:g} us" if spin_s == config.spin_s else "does not spin: fewer than two CPUs"
     return PathState("native_exchange", "active", f"{off.why}, {spins}"), off
+
+
+def overlap_path(config: Config, max_drafts: int) -> PathState:
+    """Whether a decode step is launched while the one before it runs, for /server_info and the log."""
+    if config.scheduler.overlap:
+        return PathState("overlap", "active", "scheduler.overlap = true")
+    why = "dspark.enabled = true" if max_drafts else "scheduler.overlap = false"
+    return PathState("overlap", "off", why)
 
 
 def weights_path(config: EngineConfig) -> PathState:

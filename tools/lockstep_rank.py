@@ -13,13 +13,13 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from dsparkd import log, system
 from dsparkd.errors import EXIT_FATAL, EXIT_OK, ExchangeError, FatalError, InvariantError
-from dsparkd.executor.plan import Plan, RowOutput, StepOutput
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, StepOutput
 from dsparkd.ipc.board import BoardWriter
 from dsparkd.ipc.channel import Channel as Line
 from dsparkd.messages import decode_to_rank
@@ -71,9 +71,10 @@ class Device:
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
         self._steps = 0
+        self._last: tuple[RowOutput, ...] = ()
         ends.step.settimeout(STEP_TIMEOUT_S)
 
-    def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
+    def launch(self, plan: Plan, counts: tuple[int, int]) -> Callable[[], StepOutput]:
         """See scheduler.loop.Stepper. Raises InvariantError when the peer steps something else, or nothing."""
         self._steps += 1
         own = (self._steps, int(plan.kind), *counts)
@@ -85,10 +86,14 @@ class Device:
         if not packet or _STEP.unpack(packet) != own:
             raise InvariantError(f"this rank steps {own}, its peer {_STEP.unpack(packet) if packet else 'has gone'}")
         self._lose_time()
-        return StepOutput(tuple(self._run(row.prompt_ids + row.output_ids, row.sampling is None) for row in plan.rows))
+        self._last = rows = tuple(map(self._run, plan.rows))
+        return lambda: StepOutput(rows)
 
-    def _run(self, ids: tuple[int, ...], chunk_only: bool) -> RowOutput:
-        return RowOutput(() if chunk_only else (next_token(ids),))
+    def _run(self, row: PlanRow) -> RowOutput:
+        ids = row.prompt_ids + row.output_ids
+        if row.follows is not None:
+            ids += self._last[row.follows].token_ids
+        return RowOutput(() if row.sampling is None else (next_token(ids),))
 
     def _lose_time(self) -> None:
         (seconds,) = _DELAY.unpack_from(self._ends.delay, 8 * self._ends.dp_rank)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
+Landing = Callable[[], StepOutput]  # waits for a launched step
 
 
 class Executor:
@@ -50,7 +51,8 @@ class Executor:
     masker: None where no request has a grammar. draft_desk: None where nothing is drafted.
     is_coupled: drafts are accepted by the coupled rule, else by rejection. chunk_tokens: most prompt tokens of a step.
     graphs: None until some are captured. Then the next blocks are drafted behind each step that drafts, while the host
-    still reads and plans, and kept in _ahead.
+    still reads and plans, and kept in _ahead. _before: ids of the last step, one a row, on the device; None where rows
+    gave more or fewer.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Executor:
         self.graphs: Graphs | None = None
         self._drafts_ahead = False
         self._ahead: _Ahead | None = None
+        self._before: Tensor | None = None
         self._stager = Stager(pool.geometry, model.config.index_topk, model.device)
         self._sampler = Sampler(_has_token(tokenizer, model.config), (model.config.eos_token_id,), model.device)
 
@@ -178,16 +181,22 @@ class Executor:
             "snapshots": sizes.num_snapshots * geometry.snapshot_bytes,
         }
 
-    @torch.inference_mode()
     def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
-        """Run one step together with the peer.
+        """Run one step together with the peer, and wait for it: `launch` and what it gives. Arguments as there."""
+        return self.launch(plan, counts)()
 
-        counts: tokens of rank 0 and rank 1 in this step; a rank without rows takes part while the peer has some.
-        Raises PeerError when the peer does not come, InvariantError for a plan that cannot be right.
+    @torch.inference_mode()
+    def launch(self, plan: Plan, counts: tuple[int, int]) -> Landing:
+        """Launch one step together with the peer; what is returned waits for its outputs, and is called once.
+
+        counts: tokens of rank 0 and rank 1 in this step; a rank without rows takes part while the peer has some. The
+        next step may be launched before this one has landed, the one behind it only afterwards. Raises PeerError when
+        the peer does not come, InvariantError for a plan that cannot be right.
         """
         if counts[self._dp_rank] != plan.num_tokens:
             raise InvariantError(f"a plan of {plan.num_tokens} tokens in a step agreed on as {counts}")
         verify.require_sound(plan, has_masks=self._masker is not None)
+        before = self._take_before(plan)
         for begin in plan.slot_starts:
             if begin.snapshot is None:
                 self._pool.reset_slot(begin.slot)
@@ -207,9 +216,9 @@ class Executor:
         slot = self._pipeline.begin(drafted.windows if drafted is not None else None, grammars)
         tier = self.graphs.tier(step.kind, counts) if self.graphs is not None and step.replays else None
         if self.graphs is not None and tier is not None:
-            logits = self.graphs.verify(tier, step, lengths, blocks)
+            logits = self.graphs.verify(tier, step, lengths, blocks, before)
         else:
-            logits = self._forward(step, counts, drafted)
+            logits = self._forward(step, counts, drafted, before)
         # After the forward pass and before the next: the rings hold what the plan names.
         for save in step.snapshot_saves:
             self._pool.save_snapshot(save.slot, save.snapshot, save.position)
@@ -223,26 +232,46 @@ class Executor:
         if blocks is not None and not self._is_coupled:
             pick = rejection.picker(blocks, drafts, asked)
         words = slot.words if masks is not None and masks.rows else None
-        drawn = self._sampler.draw(logits, asked.samples, asked.prompts, words, pick)
+        drawn = self._sampler.draw(logits, asked.samples, asked.prompts, words, pick, before)
+        # Of a step without windows and chunks each row has one id, and the next step's rows may follow it.
+        self._before = drawn.ids if asked.readable == (1,) * len(plan.rows) else None
         chances = [blocks.survival.double().view(-1)] if blocks is not None else []
         self._pipeline.emit(slot, torch.cat([drawn.values, *chances]))
         behind = self._draft_behind(plan, num_rows, blocks, lengths, asked, drawn.ids)
-        # The one wait for the step's end; nothing is left to do for it.
-        host = self._pipeline.consume(slot)
-        choices = drawn.read(host[: drawn.values.numel()])
-        survival = _rows_of(host[drawn.values.numel() :], len(plan.rows))
-        survival = tuple(chances if known else () for chances, known in zip(survival, is_drafted, strict=False))
-        rows = verify.collect(step, drafts, asked, choices, masks, survival)
-        self._ahead = _Ahead.of(behind, plan.rows, rows) if behind is not None else None
-        timings, num_dropped = self._pipeline.timings.take()
-        return StepOutput(rows, len(masks.rows) if masks is not None else 0, timings, num_dropped, tier)
 
-    def _forward(self, step: Plan, counts: tuple[int, int], drafted: Drafted | None) -> Tensor:
+        def land() -> StepOutput:
+            # The one wait for the step's end; nothing is left to do for it.
+            host = self._pipeline.consume(slot)
+            choices = drawn.read(host[: drawn.values.numel()])
+            survival = _rows_of(host[drawn.values.numel() :], len(plan.rows))
+            survival = tuple(chances if known else () for chances, known in zip(survival, is_drafted, strict=False))
+            rows = verify.collect(step, drafts, asked, choices, masks, survival)
+            if behind is not None:
+                self._ahead = _Ahead.of(behind, plan.rows, rows)
+            timings, num_dropped = self._pipeline.timings.take()
+            return StepOutput(rows, len(masks.rows) if masks is not None else 0, timings, num_dropped, tier)
+
+        return land
+
+    def _take_before(self, plan: Plan) -> Tensor | None:
+        """The ids of the step before that rows of this one follow; None where none does. Raises InvariantError."""
+        before, self._before = self._before, None
+        most = max((row.follows for row in plan.rows if row.follows is not None), default=-1)
+        if most < 0:
+            return None
+        if before is None or most >= before.numel():
+            held = 0 if before is None else before.numel()
+            raise InvariantError(f"a row follows id {most} of a step that gave {held} to follow")
+        return before
+
+    def _forward(
+        self, step: Plan, counts: tuple[int, int], drafted: Drafted | None, before: Tensor | None = None
+    ) -> Tensor:
         """Launch the target over a plan with its drafts: logits [R, V] float32. No host sync."""
         padded = (pad_rows(counts[0]), pad_rows(counts[1]))
         self._exchange.begin_step(padded)
         desk = self._draft_desk
-        inputs = self._stager.stage(step, padded[self._dp_rank], drafted)
+        inputs = self._stager.stage(step, padded[self._dp_rank], drafted, before)
         outputs = self._model.forward(inputs, self._pool, self._exchange, desk.taps if desk is not None else ())
         if desk is not None and outputs.taps is not None:
             desk.keep(outputs.taps, inputs)

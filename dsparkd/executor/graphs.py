@@ -144,11 +144,16 @@ class Graphs:
         drafts = Drafts(self._windows[:count, 1:], self._draft_logits[:count], self._confidence[:count])
         return Blocks(self._windows[:count], self._survival[:count], drafts)
 
-    def verify(self, tier: int, plan: Plan, lengths: Sequence[int], blocks: Blocks | None) -> Tensor:
+    def verify(
+        self, tier: int, plan: Plan, lengths: Sequence[int], blocks: Blocks | None, before: Tensor | None = None
+    ) -> Tensor:
         """Run the target over a decode step with its drafts: logits [tokens, V] float32, good until the next call.
 
-        Context keys for drafts are kept as well. lengths: drafts of each row; their ids are those of blocks.
+        Context keys for drafts are kept as well. lengths: drafts of each row; their ids are those of blocks. before [S]
+        int64 on the device: the ids that rows follow, of a step that does not draft.
         """
+        if before is not None:
+            self._windows[: len(before), 0] = before
         if blocks is not None and blocks.windows.data_ptr() != self._windows.data_ptr():
             self._windows[: len(blocks.windows)] = blocks.windows
         captured = self._verify[tier]

@@ -43,6 +43,7 @@ class SampleRow(NamedTuple):
     """One token to choose: from row `logits_row`, to stand at `position` of the sequence, after the given history.
 
     mask_row: the row of masks that holds the choice; None: no mask. keeps_on: the text may not end with this token.
+    follows: which id of the step before stands behind output_ids, and only the device knows it; None: none does.
     """
 
     logits_row: int
@@ -52,6 +53,12 @@ class SampleRow(NamedTuple):
     position: int
     mask_row: int | None = None
     keeps_on: bool = False
+    follows: int | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Ids that the text has so far."""
+        return len(self.output_ids) + (self.follows is not None)
 
 
 class PromptRow(NamedTuple):
@@ -125,11 +132,13 @@ class Sampler:
         prompts: Sequence[PromptRow] = (),
         words: Tensor | None = None,
         pick: Pick | None = None,
+        before: Tensor | None = None,
     ) -> Drawn:
         """Choose a token for each sample and read the prompts' log-probabilities. No host sync.
 
         logits [R, V] float32; the call may overwrite them. words [M, V / 32 rounded up] int32 on their device: the
-        masks that samples name. pick: chooses in place of the draw.
+        masks that samples name. pick: chooses in place of the draw. before [S'] int64 on their device: the ids that
+        samples follow.
         """
         rows = [sample.logits_row for sample in samples]
         parts = [self._read_prompt(logits, prompt) for prompt in prompts]
@@ -138,7 +147,10 @@ class Sampler:
         raw = logits.index_select(0, self._ids([rows[i] for i in wanted])) if wanted else logits[:0]
         if rows != list(range(logits.shape[0])):
             logits = logits.index_select(0, self._ids(rows))
-        best, ids = self._choose(logits, samples, words) if pick is None else self._pick(logits, samples, words, pick)
+        if pick is None:
+            best, ids = self._choose(logits, samples, words, before)
+        else:
+            best, ids = self._pick(logits, samples, words, pick)
         top = max((samples[i].sampling.top_logprobs or 0 for i in wanted), default=0)
         parts += [self._logprobs(raw, ids.index_select(0, self._ids(wanted)), top)] if wanted else []
         parts += [best.double(), ids.double()]
@@ -169,17 +181,21 @@ class Sampler:
         ids = pick(probs)
         return probs.gather(1, ids[:, None]).squeeze(1), ids
 
-    def _apply_rules(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
+    def _apply_rules(
+        self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None, before: Tensor | None = None
+    ) -> None:
         """Edit logits [R, V], contiguous, in place by all that comes before temperature; each rule in all its rows."""
-        self._penalize(logits, samples)
+        self._penalize(logits, samples, before)
         self._mask(logits, samples, words)
         self._hold_back_ends(logits, samples)
         if self._no_token is not None:
             logits += self._no_token
 
-    def _choose(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None, before: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return each row's winning score [R] float32 and id [R] int64; edits logits."""
-        self._apply_rules(logits, samples, words)
+        self._apply_rules(logits, samples, words, before)
         drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
         if not drawn:
             return _best(logits)
@@ -190,16 +206,27 @@ class Sampler:
         noisy_best, noisy_ids = _best(self._noisy(logits.index_select(0, rows), [samples[i] for i in drawn]))
         return best.index_copy_(0, rows, noisy_best), ids.index_copy_(0, rows, noisy_ids)
 
-    def _penalize(self, logits: Tensor, samples: Sequence[SampleRow]) -> None:
-        """Apply penalties and biases; places are flat, and distinct within each rule."""
+    def _penalize(self, logits: Tensor, samples: Sequence[SampleRow], before: Tensor | None) -> None:
+        """Apply penalties and biases; places are flat.
+
+        Within each rule places are distinct, but for an id that a sample follows: where the host knew that id already,
+        its place comes twice with the same number. Each rule reads all its scores first, so it is edited once.
+        """
         flat, vocab = logits.view(-1), logits.shape[1]
         repeated, counted, biased = _Places(vocab), _Places(vocab), _Places(vocab)
+        counted_behind: list[tuple[int, SampleRow]] = []
         for i, sample in enumerate(samples):
             params = sample.sampling
             if params.repetition_penalty != 1.0:
                 seen = {*sample.prompt_ids, *sample.output_ids}
-                repeated.add(i, np.fromiter(seen, np.int64, len(seen)), np.float32(params.repetition_penalty))
-            if sample.output_ids and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
+                factor = np.float32(params.repetition_penalty)
+                repeated.add(i, np.fromiter(seen, np.int64, len(seen)), factor)
+                if sample.follows is not None:
+                    repeated.add_behind(i, sample.follows, factor)
+            counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+            if counts and sample.follows is not None:
+                counted_behind.append((i, sample))
+            elif counts and sample.output_ids:
                 ids, times = np.unique(np.array(sample.output_ids, np.int64), return_counts=True)
                 by_count = times.astype(np.float32) * np.float32(params.frequency_penalty)
                 counted.add(i, ids, by_count + np.float32(params.presence_penalty))
@@ -207,16 +234,43 @@ class Sampler:
                 bias_ids, biases = zip(*params.logit_bias, strict=True)
                 biased.add(i, np.array(bias_ids, np.int64), np.array(biases, np.float32))
         if repeated.places:
-            index, factors = repeated.upload(self._device)
+            index, factors = repeated.upload(self._device, before)
             scores = flat.index_select(0, index)
             scores = torch.where(scores > 0, scores / factors, scores * factors).clamp_(-MAX_SCORE, MAX_SCORE)
             flat.index_copy_(0, index, scores)
         if counted.places:
             index, penalties = counted.upload(self._device)
             flat.index_copy_(0, index, flat.index_select(0, index) - penalties)
+        if counted_behind:
+            index, penalties = self._count_behind(counted_behind, _known(before), vocab)
+            flat.index_copy_(0, index, flat.index_select(0, index) - penalties)
         if biased.places:
             index, added = biased.upload(self._device)
             flat.index_copy_(0, index, flat.index_select(0, index) + added)
+
+    def _count_behind(
+        self, samples: Sequence[tuple[int, SampleRow]], before: Tensor, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Places and penalties by count of rows whose last id only the device knows; samples with their rows.
+
+        The arithmetic is that of rows whose ids the host knows, operation by operation, so it has the same bits.
+        """
+        known = [np.unique(np.array(sample.output_ids, np.int64), return_counts=True) for _, sample in samples]
+        rows = upload(np.array([(row, sample.follows) for row, sample in samples], np.int64), self._device)
+        weights = [(each.sampling.frequency_penalty, each.sampling.presence_penalty) for _, each in samples]
+        by_row = upload(np.array(weights, np.float32), self._device)
+        lens = [len(ids) for ids, _ in known]
+        owner = upload(np.repeat(np.arange(len(samples)), lens), self._device)
+        ids = upload(np.concatenate([ids for ids, _ in known]), self._device)
+        times = upload(np.concatenate([count for _, count in known]).astype(np.float32), self._device)
+        last = before.index_select(0, rows[:, 1])  # [n]
+        is_last = ids == last.index_select(0, owner)
+        # Small whole numbers: exact in any order.
+        own = torch.ones_like(by_row[:, 0]).index_add_(0, owner, times * is_last)
+        owner = torch.cat((owner, torch.arange(len(samples), device=self._device)))
+        counts = torch.cat((times + is_last, own))
+        penalties = counts * by_row[:, 0].index_select(0, owner) + by_row[:, 1].index_select(0, owner)
+        return torch.cat((ids, last)) + rows[:, 0].index_select(0, owner) * vocab_size, penalties
 
     def _mask(self, logits: Tensor, samples: Sequence[SampleRow], words: Tensor | None) -> None:
         """Take what the grammars forbid out of their rows; touches no other row."""
@@ -259,7 +313,7 @@ class Sampler:
         """Ids that would end a text that has to go on."""
         params = sample.sampling
         ends: tuple[int, ...] = ()
-        if len(sample.output_ids) < params.min_tokens:
+        if sample.num_outputs < params.min_tokens:
             ends = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self._eos_ids)
         return (*ends, *self._eos_ids) if sample.keeps_on else ends
 
@@ -367,6 +421,8 @@ class _Places:
     def __init__(self, vocab_size: int) -> None:
         self.places: list[NDArray[np.int64]] = []
         self._numbers: list[NDArray[np.float32]] = []
+        self._behind: list[tuple[int, int]] = []
+        self._numbers_behind: list[np.float32] = []
         self._vocab_size = vocab_size
 
     def add(self, row: int, ids: NDArray[np.int64], numbers: NDArray[np.float32] | np.float32 = _ZERO) -> None:
@@ -374,13 +430,28 @@ class _Places:
         self.places.append(ids + row * self._vocab_size)
         self._numbers.append(np.broadcast_to(numbers, ids.shape))
 
+    def add_behind(self, row: int, follows: int, number: np.float32) -> None:
+        """Take the id of one row that only the device knows, with its number; the row has other ids, too."""
+        self._behind.append((row * self._vocab_size, follows))
+        self._numbers_behind.append(number)
+
     def index(self, device: torch.device) -> Tensor:
-        """The places, int64."""
+        """The places that the host knows, int64."""
         return upload(np.concatenate(self.places), device)
 
-    def upload(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The places, and their numbers, float32."""
-        return self.index(device), upload(np.concatenate(self._numbers), device)
+    def upload(self, device: torch.device, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """All places, and their numbers, float32; before: the ids that `add_behind` names."""
+        numbers = upload(np.concatenate([*self._numbers, np.array(self._numbers_behind, np.float32)]), device)
+        if not self._behind:
+            return self.index(device), numbers
+        firsts, follows = upload(np.array(self._behind, np.int64), device).unbind(dim=1)
+        return torch.cat((self.index(device), firsts + _known(before).index_select(0, follows))), numbers
+
+
+def _known(before: Tensor | None) -> Tensor:
+    if before is None:
+        raise InvariantError("samples that follow the ids of a step, and no ids")
+    return before
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:

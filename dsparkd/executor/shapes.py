@@ -22,7 +22,7 @@ from torch import Tensor
 from dsparkd.errors import InvariantError
 from dsparkd.executor.draft import anchor_positions, drawn_temperatures, sampling_params
 from dsparkd.executor.plan import Plan, PlanRow
-from dsparkd.executor.staging import Tokens, check, lay_out, ranges
+from dsparkd.executor.staging import Tokens, check, followed, lay_out, ranges
 from dsparkd.kernels.sources import Origin, sources
 from dsparkd.kernels.tiles import KEY_TILE, ROW_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
@@ -117,8 +117,9 @@ def choose_tiers(most: int) -> tuple[int, ...]:
 class VerifyShape:
     """A decode step of at most num_tokens tokens, padded to them; each token has a row of logits.
 
-    windows [R, 1 + G] int64: where drafted ids lie, of each row its anchor's first. After `refresh`, is_long says
-    whether a token sees more entries than the indexer keeps: then the graph that scores them is to be replayed.
+    windows [R, 1 + G] int64: where drafted ids lie, of each row its anchor's first; or those that rows follow, in the
+    first column. After `refresh`, is_long says whether a token sees more entries than the indexer keeps: then the graph
+    that scores them is to be replayed.
     """
 
     def __init__(self, num_tokens: int, limits: ShapeLimits, pool: KVPool, index_topk: int, windows: Tensor) -> None:
@@ -178,6 +179,8 @@ class VerifyShape:
         ends = tokens.offsets + tokens.ends - tokens.starts
         places = (ends - np.array(lengths, np.int64))[row] + column - 1
         words["picks"][places] = row * self._windows.shape[1] + column
+        rows, picks = followed(plan)
+        words["picks"][tokens.offsets[rows]] = picks * self._windows.shape[1]
         for name, values in (
             ("positions", tokens.position),
             ("slots", tokens.slot),

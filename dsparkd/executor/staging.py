@@ -73,10 +73,17 @@ class Stager:
         self._index_topk = index_topk
         self._device = device
 
-    def stage(self, plan: Plan, num_padded: int | None = None, drafted: Drafted | None = None) -> ForwardInputs:
+    def stage(
+        self,
+        plan: Plan,
+        num_padded: int | None = None,
+        drafted: Drafted | None = None,
+        before: Tensor | None = None,
+    ) -> ForwardInputs:
         """Lay one plan out. An empty plan gives zero tokens. Raises InvariantError for a row that cannot be right.
 
-        num_padded: tokens with padding, whole row tiles; None for as many as the rows need. No host sync.
+        num_padded: tokens with padding, whole row tiles; None for as many as the rows need. before [S] int64 on the
+        device: the ids that rows follow. No host sync.
         """
         check(plan, self._geometry)
         tokens = lay_out(plan, pad_rows(plan.num_tokens) if num_padded is None else num_padded)
@@ -89,7 +96,7 @@ class Stager:
         return ForwardInputs(
             num_tokens=tokens.num_tokens,
             num_live=self._tensor(np.array([tokens.num_tokens], np.int64)),
-            input_ids=self._input_ids(input_ids, tokens, drafted),
+            input_ids=self._follow(self._input_ids(input_ids, tokens, drafted), plan, tokens, before),
             positions=self._tensor(tokens.position),
             logit_rows=self._tensor(padded_logits),
             num_logits=len(logit_rows),
@@ -108,6 +115,16 @@ class Stager:
         place = (ends - lengths)[row] + column - 1
         ids = drafted.windows.view(-1).index_select(0, self._tensor(row * drafted.windows.shape[1] + column))
         return input_ids.index_copy_(0, self._tensor(place), ids)
+
+    def _follow(self, input_ids: Tensor, plan: Plan, tokens: Tokens, before: Tensor | None) -> Tensor:
+        """Put the ids that only the device knows in their places."""
+        rows, picks = followed(plan)
+        if not len(rows):
+            return input_ids
+        if before is None:
+            raise InvariantError(f"{len(rows)} rows follow the ids of a step, and there are none")
+        ids = before.index_select(0, self._tensor(picks))
+        return input_ids.index_copy_(0, self._tensor(tokens.offsets[rows]), ids)
 
     def _attention(self, plan: Plan, tokens: Tokens) -> AttentionMetadata:
         g = self._geometry
@@ -213,6 +230,13 @@ def check(plan: Plan, geometry: KVGeometry) -> None:
             raise InvariantError(f"request {row.request_id}: a row at slot {row.slot}, start {row.start}")
         if len(row.page_table) * geometry.page_tokens < end:
             raise InvariantError(f"request {row.request_id}: {len(row.page_table)} pages do not cover {end} tokens")
+
+
+def followed(plan: Plan) -> tuple[Ints, Ints]:
+    """Rows whose anchor only the device knows, and which of the ids of the step before it is."""
+    found = [(index, row.follows) for index, row in enumerate(plan.rows) if row.follows is not None]
+    pairs = np.array(found, np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def lay_out(plan: Plan, num_padded: int) -> Tokens:

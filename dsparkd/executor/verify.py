@@ -34,6 +34,10 @@ def require_sound(plan: Plan, *, has_masks: bool) -> None:
             )
         if row.matcher is not None and not has_masks:
             raise InvariantError(f"request {row.request_id} has a grammar and no mask")
+        # A mask and a window need the anchor on the host.
+        waits = row.matcher is not None or plan.speculation is not None or len(row.input_ids) != 1
+        if row.follows is not None and waits:
+            raise InvariantError(f"request {row.request_id} follows an id that its row cannot do without")
 
 
 def cut(plan: Plan, survival: Sequence[Sequence[float]] | None, dp_rank: int) -> tuple[int, ...]:
@@ -123,6 +127,7 @@ def _sample_rows(
                 position + j,
                 mask_row,
                 row.is_thinking and j < first,
+                row.follows,
             )
         )
     return rows

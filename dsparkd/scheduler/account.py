@@ -256,6 +256,17 @@ class Account:
         if output.num_dropped_times:
             self._tally.inc(metrics.MASK_SAMPLES_DROPPED, self._rank, by=output.num_dropped_times)
 
+    def launched(self, plan: Plan) -> None:
+        """Count a step with rows that were launched before the ids that they follow were on the host."""
+        self.lap("launch")
+        if any(row.follows is not None for row in plan.rows):
+            self._tally.inc(metrics.STEPS_AHEAD, self._rank)
+
+    def dropped(self, count: int) -> None:
+        """Count rows that were computed for requests that had ended."""
+        if count:
+            self._tally.inc(metrics.DROPPED_ROWS, self._rank, by=count)
+
     def decoded(self, plan: Plan, output: StepOutput) -> None:
         """Count what ran a decode step, on a rank without rows, too."""
         if plan.kind is StepKind.DECODE:

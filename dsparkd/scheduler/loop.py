@@ -45,7 +45,7 @@ from dsparkd.scheduler.agreement import (
 )
 from dsparkd.scheduler.exchange import Exchange
 from dsparkd.scheduler.grammars import GrammarDesk
-from dsparkd.scheduler.policy import Planner, Proposal
+from dsparkd.scheduler.policy import NOTHING_FLIES, Flying, Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 from dsparkd.scheduler.results import Committed, Committer, Ended
@@ -63,8 +63,11 @@ RETRY_AFTER_S = 1  # a queue slot frees with each request that ends; a client ne
 class Stepper(Protocol):
     """What the loop needs of an executor."""
 
-    def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
-        """Run one step together with the peer; counts: tokens of both ranks, in rank order."""
+    def launch(self, plan: Plan, counts: tuple[int, int]) -> Callable[[], StepOutput]:
+        """Launch one step together with the peer; counts: tokens of both ranks, in rank order.
+
+        What is returned waits for its outputs. It is called once, at the latest before the second next step.
+        """
 
 
 class TickWatch(Protocol):
@@ -89,7 +92,7 @@ class Seat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of the loop; see config.py for their keys."""
+    """Limits of the loop; see config.py for their keys. overlap: only where nothing is drafted."""
 
     dp_rank: int
     queue_items: int
@@ -99,6 +102,7 @@ class Bounds:
     heartbeat_s: float
     farewell_s: float
     decode_graphs: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,20 @@ class Parts:
     grammars: GrammarDesk | None = None
     seat: Seat | None = None
     speculation: SpeculationPlanner | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that has been launched and not landed. requests: of its rows. land: waits for its outputs."""
+
+    plan: Plan
+    requests: tuple[Request, ...]
+    land: Callable[[], StepOutput]
+
+    @property
+    def rows(self) -> Flying:
+        """Its rows by request."""
+        return {row.request_id: index for index, row in enumerate(self.plan.rows)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +191,7 @@ class Loop:
         self._prefill_streak = 0
         self._retractions = 0
         self._stopping = False
+        self._flight: Flight | None = None
         self._deltas: list[TokenDelta] = []
         self._ended: list[Ended] = []
         self._settled: list[str] = []
@@ -214,7 +233,9 @@ class Loop:
         self._receive()
         self._take_grammars()
         self._account.lap("receive")
-        proposal = self._parts.planner.propose()
+        if self._flight is not None and not self._parts.planner.has_room(self._flight.rows):
+            self._land()
+        proposal = self._parts.planner.propose(self._flight.rows if self._flight is not None else NOTHING_FLIES)
         own = vote(
             num_chunk_tokens=proposal.num_chunk_tokens,
             num_chunk_logit_rows=proposal.num_chunk_logit_rows,
@@ -241,7 +262,9 @@ class Loop:
         self._record(agreement, rank0, rank1, plan)
         spent_ns = self._account.lap("agree")
         if plan is not None:
-            self._step(plan, agreement)
+            self._step(plan, agreement, num_decode_rows=len(proposal.decode_rows))
+        else:
+            self._land()
         # Counted behind the step, whose launch a client waits for.
         self._account.agreed(agreement, plan)
         self._account.exchanged(Channel.PLAN, sequence, timing, spent_ns)
@@ -409,7 +432,8 @@ class Loop:
         intent = Intent.STOP if self._stopping else Intent.NONE
         # Frames in memory do not wake a poll, so a rank that has some must not sleep.
         # A grammar on its way needs no tick: its event ends the park, and idle ticks would take its compile's time.
-        if not self._parts.queue.has_work and not self._lines.parent.has_frames:
+        is_idle = not self._parts.queue.has_work and self._flight is None
+        if is_idle and not self._lines.parent.has_frames:
             intent |= Intent.MAY_PARK
         return intent
 
@@ -431,22 +455,51 @@ class Loop:
 
     # Step
 
-    def _step(self, plan: Plan, agreement: Agreement) -> None:
-        """Run and commit a step. A rank without rows takes part: the expert layers need both."""
+    def _step(self, plan: Plan, agreement: Agreement, *, num_decode_rows: int) -> None:
+        """Launch a step, then commit the one before, whose results have come meanwhile; this one, too, unless it flies.
+
+        A rank without rows takes part: the expert layers need both. When a rank reads its results is its own matter:
+        what both launch, and in which order, has been agreed on.
+        """
         own = agreement.num_tokens[self._bounds.dp_rank]
         if plan.num_tokens != own:
             raise InvariantError(f"tick {self._tick}: agreed on {own} tokens, planned {plan.num_tokens}")
         self._account.launching(plan, self._parts.queue)
-        output = self._parts.stepper.step(plan, agreement.num_tokens)
+        requests = self._parts.committer.requests(plan)
+        flight = Flight(plan, requests, self._parts.stepper.launch(plan, agreement.num_tokens))
+        self._account.launched(plan)
+        self._land()
+        self._flight = flight
+        if not self._may_fly(plan, num_decode_rows):
+            self._land()
+
+    def _may_fly(self, plan: Plan, num_decode_rows: int) -> bool:
+        """Whether the next step can be planned before the outputs of this one are here.
+
+        That takes rows of which all but the id itself is known ahead. A prompt's chunk leaves its request in another
+        state, and a grammar's mask depends on the id.
+        """
+        if not self._bounds.overlap or plan.speculation is not None or len(plan.rows) != num_decode_rows:
+            return False
+        return bool(plan.rows) and all(row.matcher is None for row in plan.rows)
+
+    def _land(self) -> None:
+        """Wait for the step that flies, if one does, and commit it."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        output = flight.land()
         self._account.lap("launch")
-        self._account.masked(plan, output)
-        self._account.drafted(plan, output)
-        self._account.decoded(plan, output)
-        self._apply(self._parts.committer.commit(plan, output))
+        self._account.masked(flight.plan, output)
+        self._account.drafted(flight.plan, output)
+        self._account.decoded(flight.plan, output)
+        self._apply(self._parts.committer.commit(flight.plan, output, flight.requests))
+        self._account.lap("commit")
 
     def _apply(self, committed: Committed) -> None:
         self._account.advanced(committed.advanced)
         self._account.truncated(committed.num_truncated)
+        self._account.dropped(committed.num_dropped)
         self._deltas += committed.deltas
         self._ended += committed.ended
         for ended in committed.ended:
@@ -557,6 +610,7 @@ class Loop:
 
     def _leave(self) -> None:
         """End what is left, say farewell to both readers, and see that they take it all."""
+        self._land()
         self._abort_all()
         self._deliver()
         source = Farewell(f"rank{self._bounds.dp_rank}")

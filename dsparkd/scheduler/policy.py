@@ -8,12 +8,18 @@ the oldest: a waiting request starts only with all its pages, and a running one 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, SnapshotSave, Speculation, StepKind
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
+
+# Rows of the step that has not landed, by request: each is getting one more id, which is not here yet.
+Flying = Mapping[str, int]
+NOTHING_FLIES: Flying = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +70,22 @@ class Planner:
         self._limits = limits
         self.num_retractions = 0
 
-    def propose(self) -> Proposal:
-        """Choose this rank's rows: make room for each decode row, then start and continue prefills."""
-        decode_rows = tuple(_decode_row(request) for request in self._growing_rows())
+    def has_room(self, flying: Flying) -> bool:
+        """Whether every decode row can grow as it is. Where not, somebody has to be put back, and nobody who flies."""
+        needed = sum(
+            self._memory.num_missing(request, self._num_growing(request, flying))
+            for request in self._queue.running(State.DECODE)
+        )
+        return needed <= self._memory.pages.num_free + self._memory.pages.num_cached
+
+    def propose(self, flying: Flying = NOTHING_FLIES) -> Proposal:
+        """Choose this rank's rows: make room for each decode row, then start and continue prefills.
+
+        flying: there must be room for these (`has_room`). Each has a row behind the one that flies, unless its text is
+        as long then as it may be; whether it has ended otherwise shows too late.
+        """
+        requests = [request for request in self._growing_rows(flying) if not _ends_by_length(request, flying)]
+        decode_rows = tuple(_decode_row(request, flying.get(request.request_id)) for request in requests)
         return Proposal(decode_rows, self._chunk_rows())
 
     def settle(
@@ -100,12 +119,21 @@ class Planner:
 
     # Decode
 
-    def _growing_rows(self) -> list[Request]:
+    def _num_growing(self, request: Request, flying: Flying) -> int:
+        """Tokens that a decode row may be computed for until its next plan."""
+        if request.request_id not in flying:
+            return 1 + self._limits.max_drafts
+        return 1 if _ends_by_length(request, flying) else 2 + self._limits.max_drafts
+
+    def _growing_rows(self, flying: Flying) -> list[Request]:
         """Decode rows that have room for a window, oldest first; the youngest pay for the pages of the older."""
         rows = []
         for request in self._queue.running(State.DECODE):
             # Somebody older may have put this one back a moment ago.
-            while request.state is State.DECODE and not self._memory.grow(request, 1 + self._limits.max_drafts):
+            count = self._num_growing(request, flying)
+            while request.state is State.DECODE and not self._memory.grow(request, count):
+                if flying:
+                    raise InvariantError(f"no page for request {request.request_id}, and what is put back flies")
                 self._retract_youngest()
             if request.state is State.DECODE:
                 rows.append(request)
@@ -230,16 +258,21 @@ def _last_page_end(request: Request, page_tokens: int) -> int:
     return (request.num_tokens - 1) // page_tokens * page_tokens
 
 
-def _decode_row(request: Request) -> PlanRow:
-    """The anchor alone: the last id, at the position that it takes."""
+def _ends_by_length(request: Request, flying: Flying) -> bool:
+    """Whether the id that a request is getting is the last one that it may get."""
+    return request.request_id in flying and len(request.output_ids) + 1 >= request.max_outputs
+
+
+def _decode_row(request: Request, follows: int | None) -> PlanRow:
+    """The anchor alone: the last id, at the position that it takes; follows: the row that is getting it."""
     start = request.num_computed
     if start != request.num_tokens - 1:
         raise InvariantError(f"request {request.request_id} decodes at {start} of {request.num_tokens}")
     return PlanRow(
         request_id=request.request_id,
         slot=request.slot,
-        input_ids=request.output_ids[-1:],
-        start=start,
+        input_ids=request.output_ids[-1:] if follows is None else (0,),
+        start=start if follows is None else start + 1,
         page_table=tuple(request.pages),
         num_logits=1,
         sampling=request.message.sampling,
@@ -247,6 +280,7 @@ def _decode_row(request: Request) -> PlanRow:
         output_ids=request.output_ids,
         matcher=request.matcher,
         is_thinking=request.is_thinking,
+        follows=follows,
     )
 
 

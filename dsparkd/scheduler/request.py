@@ -166,14 +166,18 @@ class Memory:
 
     def grow(self, request: Request, count: int = 1) -> bool:
         """Make room for `count` more computed tokens; False when no page is to be had."""
-        missing = -(-(request.num_computed + count) // self.page_tokens) - len(request.pages)
-        if missing <= 0:
+        missing = self.num_missing(request, count)
+        if not missing:
             return True
         grown = self.tree.allocate_pages(missing)
         if grown is None:
             return False
         request.pages += grown
         return True
+
+    def num_missing(self, request: Request, count: int) -> int:
+        """Pages that a request lacks for `count` more computed tokens."""
+        return max(0, -(-(request.num_computed + count) // self.page_tokens) - len(request.pages))
 
     def start(self, request: Request) -> None:
         """Note that the slot has been filled: the snapshot that it was filled from may go."""

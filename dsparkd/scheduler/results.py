@@ -62,13 +62,15 @@ class Ended:
 class Committed:
     """What one step leaves: deltas for the detokenizer, the requests that ended, ids kept of each request.
 
-    num_truncated: ids of rows with a grammar that were accepted behind the end of their text.
+    num_truncated: ids of rows with a grammar that were accepted behind the end of their text. num_dropped: rows whose
+    request had ended before the step did.
     """
 
     deltas: tuple[TokenDelta, ...]
     ended: tuple[Ended, ...]
     advanced: tuple[tuple[Request, int], ...]
     num_truncated: int = 0
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +105,37 @@ class Committer:
         self._think_end_id = think_end_id
         self._commit_grammars = commit_grammars
 
-    def commit(self, plan: Plan, output: StepOutput) -> Committed:
-        """Apply one step's outputs to its requests, row by row."""
+    def requests(self, plan: Plan) -> tuple[Request, ...]:
+        """Requests of a plan's rows, for its commit. Raises InvariantError for one that is not in the queue."""
+        found = []
+        for row in plan.rows:
+            request = self._queue.find(row.request_id)
+            if request is None:
+                raise InvariantError(f"a row of request {row.request_id}, which is not in the queue")
+            found.append(request)
+        return tuple(found)
+
+    def commit(self, plan: Plan, output: StepOutput, requests: Sequence[Request] | None = None) -> Committed:
+        """Apply one step's outputs to its requests, row by row.
+
+        requests: those of the rows when the step was launched, where some may have ended since: what the step gave for
+        them exists nowhere. None: those in the queue.
+        """
         if len(output.rows) != len(plan.rows):
             raise InvariantError(f"{len(output.rows)} outputs for {len(plan.rows)} rows")
         saves = {save.slot: save for save in plan.snapshot_saves}
         sampled: list[Sampled] = []
-        for row, produced in zip(plan.rows, output.rows, strict=True):
-            request = self._queue.find(row.request_id)
-            if request is None:
-                raise InvariantError(f"output of request {row.request_id}, which is not in the queue")
-            self._require_place(request, row)
+        num_dropped = 0
+        if requests is None:
+            requests = self.requests(plan)
+        for row, produced, request in zip(plan.rows, output.rows, requests, strict=True):
             save = saves.get(row.slot)
+            if request.state is State.FINISHED:
+                num_dropped += 1
+                if save is not None:
+                    self._memory.tree.free_snapshot(save.snapshot)
+                continue
+            self._require_place(request, row)
             if request.state is State.PREFILL:
                 self._advance(request, len(row.input_ids), save)
                 save = None
@@ -133,7 +154,7 @@ class Committer:
                 # The anchor and all kept ids but the last have been through the model.
                 self._advance(request, kept, save)
             sampled.append(Sampled(request, produced, kept, ending))
-        return self._settle(self._checked(sampled))
+        return replace(self._settle(self._checked(sampled)), num_dropped=num_dropped)
 
     def _settle(self, sampled: list[Sampled]) -> Committed:
         """Say what is new of each request, and let go of those that have ended."""

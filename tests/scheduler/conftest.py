@@ -97,8 +97,28 @@ class FakeDevice:
         self.counts: list[tuple[int, int]] = []
         self.failing: dict[str, RowFailure] = {}
         self.commits: list[int] = []  # grammars of each call of commit_grammars
+        self.events: list[str] = []  # what the host did, in order
+        self._flying: list[int] = []
+        self._last: tuple[RowOutput, ...] = ()
 
-    def step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
+    def launch(self, plan: Plan, counts: tuple[int, int]) -> Callable[[], StepOutput]:
+        """The device runs in order, so what it does shows at once; what came of it only when the host lands."""
+        number = len(self.plans)
+        assert self._flying in ([], [number - 1]), "two steps fly already"
+        self._flying.append(number)
+        self.events.append(f"launch {number}")
+        output = self._step(plan, counts)
+        self._last = output.rows
+
+        def land() -> StepOutput:
+            assert self._flying[:1] == [number], "a step lands twice, or before an older one"
+            del self._flying[0]
+            self.events.append(f"land {number}")
+            return output
+
+        return land
+
+    def _step(self, plan: Plan, counts: tuple[int, int]) -> StepOutput:
         self.plans.append(plan)
         self.counts.append(counts)
         for row in plan.rows:
@@ -141,7 +161,12 @@ class FakeDevice:
         assert row.slot > 0
         assert 0 not in row.page_table
         assert len(set(row.page_table)) == len(row.page_table)
-        assert ids[row.start : end] == row.input_ids
+        if row.follows is not None:
+            assert row.input_ids == (0,), "the host knows an id that has not landed"
+            assert row.matcher is None, "a mask for an id that the host does not know"
+            ids += self._last[row.follows].token_ids
+        else:
+            assert ids[row.start : end] == row.input_ids
         assert self.slots[row.slot] == ids[: row.start], "the rings belong to another sequence or position"
         for position in range(row.start):
             page = row.page_table[position // PAGE]
@@ -372,6 +397,7 @@ class Sizes:
     max_prefill_streak: int = 4
     max_drafts: int = 0
     table: CostTable | None = None  # windows are compact where there is one
+    overlap: bool = False
 
 
 class Rank:
@@ -414,6 +440,7 @@ class Rank:
                 max_prefill_streak=sizes.max_prefill_streak,
                 heartbeat_s=0.1,
                 farewell_s=5.0,
+                overlap=sizes.overlap,
             ),
             Lines(*self._own, self.exchange, self._publish),
             Parts(

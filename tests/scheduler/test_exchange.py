@@ -262,12 +262,12 @@ def watch_planner(rank, log):
     """Note, before each plan, the requests that no earlier plan could see."""
     propose, known = rank.planner.propose, set()
 
-    def noting():
+    def noting(flying):
         # A request that was aborted in the same receive has ended already, but it was queued.
         new = set(rank.admissions) - known
         known.update(new)
         log.append(new)
-        return propose()
+        return propose(flying)
 
     admit = rank.loop._account.admitted
     rank.admissions = []

@@ -64,17 +64,18 @@ def play(lab, pair, script):
     num_pages=st.integers(17, 40),
     num_snapshots=st.integers(0, 6),
     max_rows=st.integers(1, 6),
-    max_drafts=st.sampled_from([0, 1, 3]),
+    max_drafts=st.sampled_from([None, 0, 1, 3]),
 )
 def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(
     lab, script, num_pages, num_snapshots, max_rows, max_drafts
 ):
-    """R-15, R31: any order of submits, aborts and memory pressure, with drafts and without.
+    """R-15, R31: any order of submits, aborts and memory pressure, with drafts (1, 3), without (0), overlapped (None).
 
     The device checks each page and ring it is shown. D-10: ids behind an end exist nowhere, not in a prefix hit either.
     """
     num_pages += 1 if max_drafts else 0  # the longest sequence needs room for its drafts too
-    sizes = lab.Sizes(num_pages, max_rows, num_snapshots, max_drafts=max_drafts)
+    overlap = max_drafts is None
+    sizes = lab.Sizes(num_pages, max_rows, num_snapshots, max_drafts=max_drafts or 0, overlap=overlap)
     with contextlib.closing(lab.Pair(sizes)) as pair:
         submitted, aborted = play(lab, pair, script)
         pair.drain()
@@ -466,7 +467,7 @@ def test_an_error_of_the_device_ends_the_pair_with_the_plan_of_its_step(lab, pai
 
     rank.submit(lab.request("x", 5, max_tokens=8, ignore_eos=True))
     pair.tick(2)
-    rank.device.step = fail
+    rank.device.launch = fail
     with pytest.raises(RuntimeError, match="illegal memory access"):
         pair.tick()
     assert len(calls) == 1
@@ -488,3 +489,226 @@ def test_a_full_channel_fails_the_pair_instead_of_blocking(lab, pair):
 
     with pytest.raises(PeerError, match="detokenizer does not read"):
         serve_without_a_reader()
+
+
+@pytest.fixture
+def overlapped(lab):
+    """A pair that plans and launches a decode step while the one before it runs."""
+    with contextlib.closing(lab.Pair(lab.Sizes(overlap=True))) as made:
+        yield made
+
+
+def flows(lab, pair, *names, ticks=3, **sampling):
+    """Requests of rank 0 that decode, with a step that flies behind the last tick."""
+    options = {"max_tokens": 20, "ignore_eos": True} | sampling
+    requests = [lab.request(name, 3, **options) for name in names]
+    pair.ranks[0].submit(*requests)
+    pair.tick(ticks)
+    return requests
+
+
+def test_a_decode_step_is_launched_before_the_one_before_it_has_landed(lab, overlapped):
+    """Overlap: each step but the first is on the device when the host reads the one before; deltas come a tick late."""
+    flows(lab, overlapped, "x", max_tokens=6)
+    overlapped.drain()
+
+    device = overlapped.ranks[0].device
+    assert device.events[:6] == ["launch 0", "land 0", "launch 1", "launch 2", "land 1", "launch 3"]
+    assert [row.follows for plan in device.plans for row in plan.rows] == [None, None, 0, 0, 0, 0]
+    assert len(device.plans) == 6, "max_tokens is known ahead: nothing runs behind it"
+    assert device.events[-1] == "land 5"
+    ids, reason = overlapped.ranks[0].output("x")
+    assert (len(ids), reason) == (6, "length")
+    assert overlapped.ranks[0].value("dsparkd_steps_ahead_total") == 4
+    assert overlapped.ranks[0].value("dsparkd_dropped_rows_total") == 0
+    assert overlapped.ranks[1].value("dsparkd_steps_ahead_total") == 0
+    assert overlapped.ranks[1].device.counts == device.counts
+
+
+def test_without_overlap_every_step_lands_in_its_tick(lab, pair):
+    """The device is never ahead of the host unless that is on."""
+    flows(lab, pair, "x")
+    pair.drain()
+    events = pair.ranks[0].device.events
+    assert events == [f"{what} {number}" for number in range(len(events) // 2) for what in ("launch", "land")]
+
+
+def test_what_a_step_gives_behind_an_end_exists_nowhere(lab, overlapped):
+    """D-10, U-07: a stop id is seen when the next step runs already: its id is in no output, usage or prefix."""
+    (request,) = flows(lab, overlapped, "x", ignore_eos=False, stop_ids=list(range(2, 22)), min_tokens=3)
+    overlapped.drain()
+
+    rank = overlapped.ranks[0]
+    assert rank.output("x") == lab.expected(request, overlapped.sizes.max_context)
+    ids, reason = rank.output("x")
+    assert reason == "stop"
+    assert rank.deltas["x"][-1].finish.output_tokens == len(ids)
+    assert rank.value("dsparkd_output_tokens_total") == len(ids)
+    assert rank.value("dsparkd_dropped_rows_total") == 1
+    assert len(rank.device.plans) == len(ids) + 1
+    rank.assert_nothing_held()
+
+
+def test_a_boundary_behind_an_end_is_no_prefix(lab, overlapped):
+    """D-10: the step that is dropped may cross a page end; its snapshot goes back, and the next turn starts before."""
+    rank = overlapped.ranks[0]
+    for length in range(1, 9):
+        prompt = [(length * 3 + index) % lab.VOCAB for index in range(length)]
+        first = lab.next_token(prompt)
+        second = lab.next_token([*prompt, first])
+        request = lab.request(f"x{length}", prompt, stop_ids=[second], ignore_eos=True)
+        rank.submit(request)
+        overlapped.drain()
+        assert rank.output(request.request_id) == lab.expected(request, overlapped.sizes.max_context)
+        used = rank.memory.snapshots.num_used
+        turn = lab.request(f"y{length}", [*prompt, first, second, 5, 6, 7], max_tokens=1)
+        rank.submit(turn)
+        overlapped.drain()
+        assert rank.output(turn.request_id) == lab.expected(turn, overlapped.sizes.max_context)
+        assert rank.memory.snapshots.num_used <= used + 3
+        rank.assert_nothing_held()
+    assert rank.value("dsparkd_dropped_rows_total") > 0
+
+
+def test_an_abort_takes_the_step_that_flies_along(lab, overlapped):
+    """R-15, R31: aborted between a launch and its landing; the id may be used again at once, siblings go on."""
+    requests = flows(lab, overlapped, "a", "b", "c")
+    rank = overlapped.ranks[0]
+    before = sum((delta.token_ids for delta in rank.deltas["b"]), ())
+    rank.abort("b")
+    again = lab.request("b", 9, max_tokens=4, ignore_eos=True)
+    overlapped.tick()
+    rank.deltas["old b"] = rank.deltas.pop("b")
+    rank.submit(again)
+    overlapped.drain()
+
+    assert rank.output("old b") == (before, "abort")
+    assert rank.output("b") == lab.expected(again, overlapped.sizes.max_context)
+    for request in (requests[0], requests[2]):
+        assert rank.output(request.request_id) == lab.expected(request, overlapped.sizes.max_context)
+    assert rank.value("dsparkd_dropped_rows_total") == 1
+
+
+def test_an_id_that_comes_again_with_its_abort_is_another_request(lab, overlapped):
+    """R-14: the row that flies belongs to the one that has gone, though its id is alive when it lands."""
+    flows(lab, overlapped, "b")
+    rank = overlapped.ranks[0]
+    again = lab.request("b", 9, max_tokens=4, ignore_eos=True)
+    rank.abort("b")
+    rank.submit(again)
+    overlapped.tick()
+    ends = [delta.finish is not None for delta in rank.deltas["b"]].index(True)
+    rank.deltas["b"] = rank.deltas["b"][ends + 1 :]
+    overlapped.drain()
+
+    assert rank.output("b") == lab.expected(again, overlapped.sizes.max_context)
+    rank.assert_nothing_held()
+
+
+def test_nobody_who_flies_is_put_back(lab):
+    """Out of pages: the step lands first, so that the youngest is put back with all of its ids."""
+    with contextlib.closing(lab.Pair(lab.Sizes(num_pages=18, overlap=True))) as pair:
+        requests = flows(lab, pair, "a", "b", "c", "d", max_tokens=40)
+        pair.drain()
+        rank = pair.ranks[0]
+        for request in requests:
+            assert rank.output(request.request_id) == lab.expected(request, pair.sizes.max_context)
+        assert rank.value("dsparkd_retractions_total") > 0
+        assert rank.value("dsparkd_steps_ahead_total") > 0
+        rank.assert_nothing_held()
+
+
+def test_a_prompt_joins_the_rows_that_fly(lab, overlapped):
+    """A mixed step is launched over a decode step, and lands at once: what its chunks leave is not known ahead."""
+    stream = flows(lab, overlapped, "stream")[0]
+    late = lab.request("late", 5, max_tokens=4, ignore_eos=True)
+    overlapped.ranks[0].submit(late)
+    overlapped.tick()
+    device = overlapped.ranks[0].device
+    number = len(device.plans) - 1
+    assert overlapped.agreements[-1].kind is StepKind.MIXED
+    assert [row.follows for row in device.plans[-1].rows] == [0, None]
+    assert device.events[-3:] == [f"launch {number}", f"land {number - 1}", f"land {number}"]
+    overlapped.drain()
+    for request in (stream, late):
+        assert overlapped.ranks[0].output(request.request_id) == lab.expected(request, overlapped.sizes.max_context)
+
+
+def test_rows_fly_beside_the_peers_prompts(lab, overlapped):
+    """X-11 as amended: a mixed step of which this rank has decode rows alone leaves it ahead."""
+    stream = flows(lab, overlapped, "stream")[0]
+    overlapped.ranks[1].submit(*[lab.request(f"p{item}", 40, max_tokens=1) for item in range(3)])
+    overlapped.tick(3)
+    assert [agreement.kind for agreement in overlapped.agreements[-3:]] == [StepKind.MIXED] * 3
+    number = len(overlapped.ranks[0].device.plans) - 1
+    assert overlapped.ranks[0].device.events[-1] == f"land {number - 1}"
+    overlapped.drain()
+    assert overlapped.ranks[0].output("stream") == lab.expected(stream, overlapped.sizes.max_context)
+
+
+def test_a_stop_lands_what_flies_before_anything_is_let_go(lab, overlapped):
+    """X-27, L-33: rank 1, which heard of no stop, still hands out the ids of the step that it had launched."""
+    for rank in overlapped.ranks:
+        rank.submit(lab.request("x", 10, max_tokens=50, ignore_eos=True))
+    overlapped.tick(4)
+    told = len(overlapped.ranks[1].deltas["x"])
+    overlapped.ranks[0].parent.send_nowait(Shutdown())
+    overlapped.tick()
+
+    assert overlapped.agreements[-1].stop
+    for rank in overlapped.ranks:
+        launched = len(rank.device.plans)
+        rank.loop._leave()
+        rank.collect()
+        assert rank.device.events[-1] == f"land {launched - 1}"
+        assert rank.output("x")[1] == "abort"
+        rank.assert_nothing_held()
+    assert len(overlapped.ranks[1].output("x")[0]) == told + 1
+
+
+def test_a_stop_outside_of_an_agreement_lands_what_flies(lab, overlapped):
+    """X-24: whichever way the loop is left, no step stays behind."""
+    flows(lab, overlapped, "x")
+    rank = overlapped.ranks[0]
+    assert rank.device.events[-1] == "land 1"
+    rank.loop._leave()
+    assert rank.device.events[-1] == "land 2"
+
+
+def test_nobody_parks_over_a_step_that_flies(lab, overlapped):
+    """X-28: a result to read is work, though no request is left that waits for it."""
+    flows(lab, overlapped, "x")
+    overlapped.ranks[0].abort("x")
+    overlapped.tick()
+    assert (overlapped.agreements[-1].kind, overlapped.agreements[-1].park) == (StepKind.IDLE, False)
+    overlapped.tick()
+    assert overlapped.agreements[-1].park
+    overlapped.ranks[0].assert_nothing_held()
+
+
+def test_overlapped_steps_give_what_others_give(lab):
+    """Path invariance: the same deltas, counts and prefixes with overlap on and off, for one script."""
+    script = [
+        ("submit", 0, 4, 1, 30, 12, FLAVOURS[5]),
+        ("tick", 3),
+        ("submit", 1, 3, 1, 30, 12, FLAVOURS[4]),
+        ("submit", 0, 2, 2, 9, 20, FLAVOURS[2]),
+        ("tick", 5),
+        ("submit", 0, 4, 1, 25, 9, FLAVOURS[3]),
+        ("submit", 1, 2, 3, 5, 20, FLAVOURS[1]),
+    ]
+    seen = []
+    for overlap in (False, True):
+        with contextlib.closing(lab.Pair(lab.Sizes(num_pages=30, overlap=overlap))) as pair:
+            submitted, _ = play(lab, pair, script)
+            pair.drain()
+            told = [pair.ranks[rank].deltas[request.request_id] for rank, request in submitted]
+            finishes = [deltas[-1].finish for deltas in told]
+            ids = [tuple(token for delta in deltas for token in delta.token_ids) for deltas in told]
+            logprobs = [tuple(entry for delta in deltas for entry in delta.logprobs or ()) for deltas in told]
+            prompts = [deltas[0].prompt_logprobs for deltas in told]
+            seen.append((ids, logprobs, prompts, [(f.reason, f.matched, f.output_tokens) for f in finishes]))
+            ahead = sum(rank.value("dsparkd_steps_ahead_total") for rank in pair.ranks)
+            assert bool(ahead) == overlap
+
+    assert seen[0] == seen[1]
