@@ -46,6 +46,7 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "scheduler.chunk_tokens": ([256, 8192], [0, 255, 257, 128, -256, True]),
     "scheduler.max_frames_per_tick": ([1, 4096], [0, -1, True]),
     "scheduler.max_prefill_streak": ([1, 100], [0, -1, True]),
+    "scheduler.overlap": ([True, False], [1, "true"]),
     "exchange.kind": (["native", "gloo"], ["nccl", "", 1]),
     "exchange.spin_s": ([0, 0.001, 20e-6], [-1e-9, 0.0011, True, "1"]),
     "exchange.timeout_s": ([0.1, 299.9], [0.09, 600.1, 0, 300, True]),
@@ -263,6 +264,30 @@ def test_ranks_that_share_a_device_need_one_and_a_budget_in_bytes(tmp_path: Path
         resolve(decode({"engine": shared, "kv": {"device_bytes": None, "device_fraction": 0.5}}, tmp_path), one_gpu)
     with pytest.raises(ConfigError, match=r"engine\.shared_device"):
         resolve(decode({"engine": {"device": "cpu", "shared_device": True}}, tmp_path), NO_GPU)
+
+
+def test_steps_overlap_on_cuda_where_nothing_is_drafted(tmp_path: Path) -> None:
+    """C-01: left out is a choice by device; drafts are made behind a step, from ids that the next one needs."""
+    cuda: Tables = {"engine": {"device": "cuda"}}
+    wanted: Tables = {"scheduler": {"overlap": True}}
+    unwanted: Tables = {"scheduler": {"overlap": False}}
+    drafts: Tables = {"dspark": {"enabled": True}}
+    no_drafts: Tables = {"dspark": {"enabled": True, "max_verify": 0}}
+
+    def overlap(*tables: Tables) -> bool | None:
+        merged: dict[str, dict[str, object]] = {}
+        for each in tables:
+            merged |= {name: dict(keys) for name, keys in each.items()}
+        return resolve(decode(merged, tmp_path), TWO_GPUS).scheduler.overlap
+
+    assert overlap(cuda) is True
+    assert overlap(cuda, unwanted) is False
+    assert overlap(cuda, drafts) is False
+    assert overlap(cuda, no_drafts) is True
+    assert overlap() is False
+    assert overlap(wanted) is True
+    with pytest.raises(ConfigError, match=r"scheduler\.overlap.*leave it out, or set dspark\.enabled = false"):
+        overlap(wanted, drafts)
 
 
 def test_graphs_are_on_where_they_can_be_captured(tmp_path: Path) -> None:

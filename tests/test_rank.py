@@ -609,6 +609,19 @@ def test_m06_graphs_say_why_they_are_off() -> None:
         assert (path.path, path.state, path.why) == ("decode_graph", "off", why)
 
 
+def test_m06_overlap_says_why_it_is_off() -> None:
+    """M-06: drafts, or the operator; resolve() has decided by the device."""
+    engine, kv = EngineConfig(checkpoint="/c", device="cpu"), KVConfig(device_bytes=1)
+    for overlap, max_drafts, state, why in (
+        (True, 0, "active", "scheduler.overlap = true"),
+        (False, 0, "off", "scheduler.overlap = false"),
+        (False, 5, "off", "dspark.enabled = true"),
+    ):
+        config = Config(engine=engine, kv=kv, scheduler=SchedulerConfig(overlap=overlap))
+        path = rank.overlap_path(config, max_drafts)
+        assert (path.path, path.state, path.why) == ("overlap", state, why)
+
+
 def test_m06_weights_say_whether_answers_mean_anything() -> None:
     """M-06: figures are taken with weights that an operator must never serve with."""
     real = rank.weights_path(EngineConfig(checkpoint="/c"))

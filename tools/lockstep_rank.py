@@ -185,6 +185,7 @@ def build_loop(ends: Ends, native: NativeExchange, tally: Tally) -> RecordingLoo
         max_prefill_streak=4,
         heartbeat_s=ends.heartbeat_s,
         farewell_s=5.0,
+        overlap=True,
     )
     return RecordingLoop(
         bounds,

@@ -97,3 +97,18 @@ def test_kill_and_restart_on_one_port() -> None:
         expected = -signal.SIGKILL if victim == "parent" else 70
         line = stop.run_line(Line(victim, expected, 60), stop.kill_any(victim), {}, port)
         assert (line.exit_code, line.left, line.faults) == (expected, [], [])
+
+
+AHEAD: Tables = {"scheduler": {"overlap": True}, "dspark": {"enabled": False}}
+
+
+def test_a_stop_while_steps_are_launched_ahead_is_as_orderly() -> None:
+    """L-33, L-35, R34: the step that flies lands; streams drain, or end with finish reason abort, and exit 0."""
+    play(Line("drain", 0, 60), stop.under_streams(STREAMS, 32, {"length"}), AHEAD)
+    cut = {**AHEAD, "shutdown": {"drain_timeout_s": 0.5}}
+    play(Line("cut", 0, 60), stop.under_streams(STREAMS, stop.ENDLESS_TOKENS, {"abort"}), cut)
+
+
+def test_a_rank_that_is_killed_while_a_step_flies_ends_the_server() -> None:
+    """L-38, X-21: the other rank does not wait for what never comes; each client reads an error, exit 70."""
+    play(Line("rank 1", 70, 60), stop.kill_child("rank 1", STREAMS), AHEAD)

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from dsparkd.errors import EXIT_CONFIG, CapabilityError, InvariantError
 from dsparkd.executor.draft import DraftDesk
 from dsparkd.executor.executor import DTYPES, Executor
 from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder, require_room
-from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, Speculation, StepKind
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, Speculation, StepKind, StepOutput
 from dsparkd.executor.shapes import ShapeLimits
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
@@ -272,6 +273,75 @@ def test_a_row_that_comes_between_has_no_drafts_this_once(ahead: Lab) -> None:
     for text, other in zip(texts, plain, strict=True):
         count = min(len(text.outputs), 8)
         assert text.outputs[:count] == other.outputs[:count]
+
+
+PENALIZED = msgspec.structs.replace(SEEDED, repetition_penalty=1.3, frequency_penalty=0.4, min_tokens=5)
+
+
+def behind(text: Text, follows: int) -> PlanRow:
+    """The row behind one that has not landed: all of it but the id."""
+    row = text.row()
+    return dataclasses.replace(row, start=row.start + 1, input_ids=(0,), follows=follows)
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_steps_that_are_launched_over_one_another_give_what_others_give(lab: Lab, replays: bool) -> None:
+    """Overlap: ids come from the device, rows leave, the host reads a step late: ids, log-probabilities and cached
+    state are those of steps that land one by one; replayed and eager, mixed steps between."""
+
+    def begun() -> list[Text]:
+        for tensor in lab.pool.tensors():
+            tensor.zero_()
+        texts = begin(lab, LENGTHS)
+        for text in texts[1::3]:
+            text.params = PENALIZED
+        return texts
+
+    plain = begun()
+    members = (plain, plain, plain[1:], plain[1:], plain[2:5], plain[4:5], plain[4:5])
+    for rows in members:
+        advance(lab, rows, replays=replays)
+    kept = live(lab)
+
+    texts = begun()
+    flying: list[Text] = []
+    land: Callable[[], StepOutput] | None = None
+    for rows, kind in zip(members, [StepKind.DECODE, StepKind.DECODE, StepKind.MIXED] * 3, strict=False):
+        names = [text.place for text in rows]
+        now = [text for text in texts if text.place in names]
+        plan = Plan(
+            kind,
+            tuple(behind(text, flying.index(text)) if text in flying else text.row() for text in now),
+            replays=replays and kind is StepKind.DECODE,
+        )
+        launched = lab.executor.launch(plan, (plan.num_tokens, 0))
+        if land is not None:
+            for text, output in zip(flying, land().rows, strict=True):
+                text.take(output)
+        flying, land = now, launched
+    assert land is not None
+    for text, output in zip(flying, land().rows, strict=True):
+        text.take(output)
+
+    assert [text.outputs for text in texts] == [text.outputs for text in plain]
+    assert [text.seen for text in texts] == [text.seen for text in plain]
+    assert all(torch.equal(one, other) for one, other in zip(live(lab), kept, strict=True))
+
+
+def test_a_row_cannot_follow_what_is_not_there(lab: Lab) -> None:
+    """An id of the step before the last, of a row that it did not have, or behind a window: the pair ends."""
+    texts = begin(lab, LENGTHS[:2])
+    advance(lab, texts, replays=True)
+    ahead = behind(texts[0], 0)
+    lab.executor.step(Plan(StepKind.DECODE, (ahead,), replays=True), (1, 0))
+    advance(lab, texts[1:], replays=True)
+    with pytest.raises(InvariantError, match="follows id 1 of a step that gave 1"):
+        lab.step([behind(texts[1], 1)], replays=True)
+    advance(lab, texts, replays=True, most=5)
+    with pytest.raises(InvariantError, match="follows id 0 of a step that gave 0"):
+        lab.step([behind(texts[0], 0)], replays=True)
+    with pytest.raises(InvariantError, match="cannot do without"):
+        lab.step([behind(texts[0], 0)], replays=True, most=5)
 
 
 def test_addresses_stay_and_a_rank_without_rows_changes_nothing(lab: Lab) -> None:

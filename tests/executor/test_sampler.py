@@ -324,3 +324,57 @@ def test_d21_no_rule_of_sampling_waits_for_the_device() -> None:
     greedy = [i for i, one in enumerate(rows) if one.sampling.temperature == 0]
     assert [choices.token_ids[i] for i in greedy] == [on_host.token_ids[i] for i in greedy]
     assert len(choices.prompt_logprobs[0]) == 3
+
+
+@pytest.mark.parametrize("last", [5, 9, 44, 1, 8])
+def test_an_id_that_only_the_device_knows_counts_like_any_other(last: int) -> None:
+    """Path invariance: seen in the prompt (5), in the output (9), nowhere (44), an end (1, 8): the same bits.
+
+    Rows that follow an id stand beside rows that do not, and rows without an output yet.
+    """
+    extra = [
+        SamplingParams(max_tokens=4, seed=5, frequency_penalty=0.37),
+        SamplingParams(max_tokens=4, seed=5, presence_penalty=-0.9, repetition_penalty=0.7, top_logprobs=1),
+        SamplingParams(max_tokens=4, seed=5, min_tokens=3, presence_penalty=0.3, frequency_penalty=-1.1),
+        SamplingParams(max_tokens=4, seed=5, min_tokens=4, stop_ids=(8,), logit_bias=((8, 90.0),)),
+    ]
+    params = (MIXED + extra) * 3
+    logits = logits_of(len(params))
+    outputs = [(5, 9, 9), (44, 9), ()]
+    known, unknown = [], []
+    for i, each in enumerate(params):
+        output = outputs[i % 3]
+        known.append(sample(i, each, (*output, last), position=40 + i))
+        unknown.append(sample(i, each, output, position=40 + i)._replace(follows=len(params) - 1 - i))
+        if i % 5 == 4:
+            unknown[-1] = known[-1]
+    before = torch.full((len(params),), last)
+    sampler = plain_sampler()
+    edited, followed = logits.clone(), logits.clone()
+
+    expected = sampler.draw(edited, known)
+    got = sampler.draw(followed, unknown, before=before)
+
+    assert torch.equal(followed, edited)
+    assert torch.equal(got.values, expected.values)
+    assert torch.equal(got.ids, expected.ids)
+
+
+def test_each_row_follows_its_own_id() -> None:
+    """Rows leave and change places between two steps: the id is found by its row in the step before."""
+    penalty = SamplingParams(max_tokens=4, seed=1, temperature=0.0, repetition_penalty=5.0, frequency_penalty=0.5)
+    logits = logits_of(3).abs()
+    rows = [sample(i, penalty, (3,))._replace(follows=follows) for i, follows in enumerate((2, 0, 4))]
+    edited = logits.clone()
+    plain_sampler().draw(edited, [sample(i, penalty, (3, last)) for i, last in enumerate((30, 10, 50))])
+
+    plain_sampler().draw(logits, rows, before=torch.tensor([10, 20, 30, 40, 50]))
+
+    assert torch.equal(logits, edited)
+
+
+def test_rows_that_follow_nothing_are_a_mistake() -> None:
+    """The ids that rows follow are those of the step before; without them nothing is drawn."""
+    row = sample(0, changed(GREEDY, frequency_penalty=0.5))._replace(follows=0)
+    with pytest.raises(InvariantError, match="no ids"):
+        plain_sampler().draw(logits_of(1), [row])

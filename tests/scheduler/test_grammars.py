@@ -17,6 +17,7 @@ from dsparkd.scheduler.agreement import Intent
 from dsparkd.scheduler.request import State
 
 GRAMMAR = Grammar(kind="regex", text="[a-z]+")
+PHASES = ("launch", "land")
 
 
 def test_g20_a_request_without_its_grammar_holds_nothing_and_holds_up_nobody(lab, pair):
@@ -316,3 +317,20 @@ def test_d26_the_end_of_a_closed_grammar_ends_before_min_tokens(lab, pair):
     rank.submit(request, grammar=GRAMMAR)
     pair.drain()
     assert rank.output(request.request_id) == lab.expected(plain, 64)
+
+
+def test_a_grammar_keeps_steps_from_being_launched_ahead(lab):
+    """D-08: a mask needs the id before it on the host; beside a row with a grammar each step lands in its tick."""
+    with contextlib.closing(lab.Pair(lab.Sizes(overlap=True))) as pair:
+        rank = pair.ranks[0]
+        rank.grammars.known[GRAMMAR] = lab.FakeMatcher
+        rank.submit(lab.request("free", 3, max_tokens=12, ignore_eos=True))
+        rank.submit(lab.request("held", 3, max_tokens=4, ignore_eos=True), grammar=GRAMMAR)
+        pair.drain()
+
+    ids, _ = rank.output("held")
+    with_grammar = [number for number, plan in enumerate(rank.device.plans) if any(r.matcher for r in plan.rows)]
+    assert with_grammar == list(range(len(ids)))
+    assert rank.device.events[: 2 * len(ids)] == [f"{what} {number}" for number in with_grammar for what in PHASES]
+    assert rank.output("free") == lab.expected(lab.request("free", 3, 12, ignore_eos=True), 64)
+    assert rank.value("dsparkd_steps_ahead_total") > 0

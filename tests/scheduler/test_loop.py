@@ -712,3 +712,24 @@ def test_overlapped_steps_give_what_others_give(lab):
             assert bool(ahead) == overlap
 
     assert seen[0] == seen[1]
+
+
+def test_when_a_rank_reads_its_results_is_its_own_matter(lab, overlapped):
+    """X-10, X-26: one rank ahead, the other not: the same steps of the same sizes, in the same order."""
+    other = overlapped.ranks[1].loop
+    other._bounds = dataclasses.replace(other._bounds, overlap=False)
+    requests = [lab.request(f"r{item}", 3 + item, max_tokens=9 + item, ignore_eos=True) for item in range(6)]
+    for request in requests:
+        for rank in overlapped.ranks:
+            rank.submit(request)
+        overlapped.tick(2)
+    overlapped.drain()
+
+    ahead, behind = overlapped.ranks
+    assert [plan.kind for plan in ahead.device.plans] == [plan.kind for plan in behind.device.plans]
+    assert ahead.device.counts == behind.device.counts
+    assert ahead.value("dsparkd_steps_ahead_total") > 0
+    assert behind.value("dsparkd_steps_ahead_total") == 0
+    for request in requests:
+        for rank in overlapped.ranks:
+            assert rank.output(request.request_id) == lab.expected(request, 64)
