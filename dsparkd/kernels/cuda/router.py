@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.router import RouterRule, Routes
 
 
@@ -40,6 +41,7 @@ class TritonRouter:
                 HASHED=rule.table is not None,
                 BLOCK=triton.next_power_of_2(E),
                 num_warps=1,
+                launch_pdl=EARLY,
             )
         return Routes(shares, expert_ids)
 
@@ -60,6 +62,7 @@ def _route(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Scores, choice, shares of one token, stored in ascending order of the experts."""
+    follow()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     real = expert < EXPERTS
