@@ -153,7 +153,9 @@ def check_memory(config: Config, model: ModelConfig) -> PoolSizes | None:
         )
     if config.kv.device_bytes is None:
         return None
-    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype, config.dspark.enabled)
+    geometry = model.kv_geometry(
+        config.kv.page_tokens, config.engine.dtype, config.dspark.enabled, config.engine.kv_dtype
+    )
     return size_pool(geometry, config, config.kv.device_bytes)
 
 
@@ -174,7 +176,9 @@ def weight_bytes(model: ModelConfig, dtype: str, device: str) -> tuple[int, int,
 
 def render_memory(config: Config, model: ModelConfig, sizes: PoolSizes | None) -> str:
     """Return the table of what one rank will hold, pool by pool."""
-    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype, config.dspark.enabled)
+    geometry = model.kv_geometry(
+        config.kv.page_tokens, config.engine.dtype, config.dspark.enabled, config.engine.kv_dtype
+    )
     shared, experts, drafter = weight_bytes(model, config.engine.dtype, config.engine.device)
     rows = [("weights, shared", "", "", shared), ("weights, experts of this rank", "", "", experts)]
     if config.dspark.enabled:

@@ -53,6 +53,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     device: Literal["cuda", "cpu"] = "cuda"
     shared_device: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["model", "fp8"] = "model"
     weights: Literal["checkpoint", "random"] = "checkpoint"
     dp: int = 2
     attention_tp: int = 1

@@ -24,6 +24,7 @@ _COMPARE = " State of one rank: compare by dp_rank."
 # Seconds: from a tick of a small checkpoint to a request at its limits.
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 # Seconds: waking a parked rank is well under a millisecond.
+_STEP_BUCKETS = (0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.048, 0.064, 0.128, 0.5)
 _WAKE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 
@@ -396,6 +397,14 @@ DROPPED_ROWS = _family(
     "counter",
     "Rows of steps that were launched before it was known that their request had ended; what they gave fell away.",
 )
+DECODE_STEP_SECONDS = _family(
+    "decode_step_seconds",
+    "histogram",
+    "From one decode step's agreement to the next one's, by what the former verified: nothing drafted, every draft, or"
+    " as many as paid. Steps that a prefill follows are left out.",
+    buckets=_STEP_BUCKETS,
+    layout=("plain", "all", "compact"),
+)
 GRAMMAR_TRUNCATED = _family(
     "grammar_truncated_tokens_total",
     "counter",
@@ -472,6 +481,7 @@ FAMILIES: tuple[Family, ...] = (
     DECODE_STEPS,
     STEPS_AHEAD,
     DROPPED_ROWS,
+    DECODE_STEP_SECONDS,
     GRAMMAR_TRUNCATED,
     CHILD_EXITS,
 )

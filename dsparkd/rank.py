@@ -174,7 +174,11 @@ class Rank:
         if self._max_drafts:
             is_compact = config.dspark.verify == "compact"
             self._speculation = SpeculationPlanner(
-                self._max_drafts, config.scheduler.max_rows, is_compact=is_compact, table=table
+                self._max_drafts,
+                config.scheduler.max_rows,
+                is_compact=is_compact,
+                table=table,
+                captured=graph_tiers(config, self._max_drafts, model_config.gamma),
             )
         self._paths = (
             *exchange_paths(timeouts, spin_s),
@@ -541,14 +545,20 @@ def capture_graphs(
     config: Config, executor: Executor, max_drafts: int, gamma: int, progress: Callable[[str, int, int], None]
 ) -> None:
     """Capture decode steps together with the peer, where that is on. Raises CapabilityError."""
-    if not config.decode_graph.enabled:
+    tiers = graph_tiers(config, max_drafts, gamma)
+    if not tiers:
         return
-    width, max_rows = 1 + max_drafts, config.scheduler.max_rows
-    tiers = config.decode_graph.tiers or choose_tiers(max_rows * max(width, gamma if width > 1 else 1))
     num_pages = -(-(config.engine.max_context_tokens + gamma + 1) // config.kv.page_tokens)
-    executor.capture(
-        tiers, ShapeLimits(max_rows, num_pages, width), lambda done, total: progress("graphs", done, total)
-    )
+    limits = ShapeLimits(config.scheduler.max_rows, num_pages, 1 + max_drafts)
+    executor.capture(tiers, limits, lambda done, total: progress("graphs", done, total))
+
+
+def graph_tiers(config: Config, max_drafts: int, gamma: int) -> tuple[int, ...]:
+    """Numbers of tokens that decode steps are captured for, ascending; none where graphs are off."""
+    if not config.decode_graph.enabled:
+        return ()
+    width = max(1 + max_drafts, gamma if max_drafts else 1)
+    return config.decode_graph.tiers or choose_tiers(config.scheduler.max_rows * width)
 
 
 def warm_up_plans(config: Config, num_pages: int, max_drafts: int) -> list[Plan]:

@@ -28,6 +28,7 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "engine.device": (["cpu", "cuda"], ["", "CPU", "gpu", 1]),
     "engine.shared_device": ([False], [1, "yes"]),  # true needs a GPU: see below
     "engine.dtype": (["bfloat16", "float32"], ["float16", "", 32]),
+    "engine.kv_dtype": (["model", "fp8"], ["bfloat16", "", 8, True]),
     "engine.weights": (["checkpoint", "random"], ["Random", "", "zeros", 0, True]),
     "engine.dp": ([2], [0, 1, 3, 4, True, "2"]),
     "engine.attention_tp": ([1], [0, 2, True]),

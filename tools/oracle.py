@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -40,10 +40,12 @@ class Engine:
         page_tokens: int = 256,
         sizes: PoolSizes | None = None,
         device: torch.device = CPU,
+        kv_dtype: Literal["model", "fp8"] = "model",
     ) -> None:
         self.config: ModelConfig = load_model_config(directory)
         self.model, self.exchange = load_both_shards(directory, self.config, dtype, device)
-        self.geometry = self.config.kv_geometry(page_tokens, "float32" if dtype == torch.float32 else "bfloat16")
+        name: Literal["bfloat16", "float32"] = "float32" if dtype == torch.float32 else "bfloat16"
+        self.geometry = self.config.kv_geometry(page_tokens, name, kv_dtype=kv_dtype)
         self.pool = KVPool(self.geometry, sizes or PoolSizes(32, 6, 4), dtype, device)
         self._stager = Stager(self.geometry, self.config.index_topk, device)
 

@@ -104,7 +104,9 @@ def room_for(what: str) -> Iterator[None]:
 def _require_memory(config: Config, model: ModelConfig, gpu: Gpu, index: int) -> None:
     """Weights, and pools where they are given in bytes, have to fit; what activations take comes on top."""
     weights = _weight_bytes(config, model)
-    geometry = model.kv_geometry(config.kv.page_tokens, config.engine.dtype, config.dspark.enabled)
+    geometry = model.kv_geometry(
+        config.kv.page_tokens, config.engine.dtype, config.dspark.enabled, config.engine.kv_dtype
+    )
     num_ranks = 2 if config.engine.shared_device else 1
     needed = num_ranks * (weights + (config.kv.device_bytes or 0))
     if needed > gpu.free_bytes:

@@ -127,7 +127,9 @@ class Executor:
                 config.engine.weights,
             )
             weight_bytes += draft_bytes
-        geometry = model_config.kv_geometry(config.kv.page_tokens, config.engine.dtype, drafts=drafter is not None)
+        geometry = model_config.kv_geometry(
+            config.kv.page_tokens, config.engine.dtype, drafter is not None, config.engine.kv_dtype
+        )
         budget = _budget_bytes(config.kv, device)
         sizes = size_pool(geometry, config, budget)
         pool = KVPool(geometry, sizes, dtype, device)
@@ -280,7 +282,7 @@ class Executor:
     def _cut(self, plan: Plan, blocks: Blocks | None, is_drafted: Sequence[bool]) -> tuple[int, ...]:
         """How many drafts of each row are verified; none of one that was not drafted for."""
         survival = None
-        if blocks is not None and plan.speculation is not None and plan.speculation.is_compact:
+        if blocks is not None and verify.needs_chances(plan, self._dp_rank):
             # The layout is made on the host, so the target waits here for the chances that it depends on.
             fetched = self._pipeline.fetch(blocks.survival)
             survival = [row if known else [0.0] * len(row) for row, known in zip(fetched, is_drafted, strict=True)]

@@ -48,12 +48,20 @@ def cut(plan: Plan, survival: Sequence[Sequence[float]] | None, dp_rank: int) ->
     speculation = plan.speculation
     if speculation is None:
         return (0,) * len(plan.rows)
-    if not speculation.is_compact:
+    if not needs_chances(plan, dp_rank):
         return (speculation.max_drafts,) * len(plan.rows)
     if survival is None:
         raise InvariantError("a compact layout without the chances that it depends on")
     room = speculation.num_tokens[dp_rank] - len(plan.rows)
     return tuple(admit(survival, room, speculation.max_drafts))
+
+
+def needs_chances(plan: Plan, dp_rank: int) -> bool:
+    """Whether this step's layout depends on its blocks' chances: not where there is room for every draft."""
+    speculation = plan.speculation
+    if speculation is None or not speculation.is_compact:
+        return False
+    return speculation.num_tokens[dp_rank] < len(plan.rows) * (1 + speculation.max_drafts)
 
 
 def with_drafts(plan: Plan, lengths: Sequence[int]) -> Plan:

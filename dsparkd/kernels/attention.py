@@ -5,6 +5,8 @@ step's own rows, and from pages. The torch form gathers them and reduces in fixe
 entries each, ascending): a tile that is hidden as a whole adds exact zeros, so a longer neighbour changes no bits. The
 C form reduces exactly the keys that a token sees. The form for cuda is kernels/cuda/attention.py.
 
+Ring and pages may be packed rows (kernels/packed.py): what is here called [*, d] of them is [*, B] then, uint8.
+
 Letters: T tokens, n tokens of one block, H heads, d head width, W window, N entries, B rows, r rotary width, M rows.
 """
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import FatalError
+from dsparkd.kernels import packed
 from dsparkd.kernels._cpu import ffi, lib
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.pointers import floats, integers
@@ -134,7 +137,7 @@ class TorchAttention:
         """See AttentionKernel."""
         n, W = window.sources.shape
         query = queries.float()
-        keys = self.gather(window.ring, window.chunk, window.sources.view(-1)).view(n, W, -1).float()
+        keys = self._gather_keys(window, inverse.cos.shape[-1]).view(n, W, -1).float()
         logits = torch.bmm(query, keys.transpose(1, 2))
         if not window.all_visible:
             hidden = torch.arange(W, device=query.device) < window.first[:, None]
@@ -144,7 +147,10 @@ class TorchAttention:
         top = torch.maximum(logits.amax(-1, keepdim=True), sinks)
         more_logits = None
         if entries is not None:
-            more_keys = entries.entries.index_select(0, entries.slots.view(-1)).view(n, -1, keys.shape[2]).float()
+            more_keys = entries.entries.index_select(0, entries.slots.view(-1))
+            if packed.is_packed(more_keys):
+                more_keys = packed.unpack(more_keys, keys.shape[2], inverse.cos.shape[-1], torch.float32)
+            more_keys = more_keys.view(n, -1, keys.shape[2]).float()
             hidden = torch.arange(entries.slots.shape[1], device=query.device) >= entries.counts[:, None]
             more_logits = torch.bmm(query, more_keys.transpose(1, 2)).masked_fill_(hidden[:, None], -torch.inf)
             top = torch.maximum(top, more_logits.amax(-1, keepdim=True))
@@ -160,6 +166,15 @@ class TorchAttention:
                 mixed.baddbmm_(more_shares[..., part], more_keys[:, part])
         output.copy_(mixed.div_(total.add_((sinks - top).exp_())))
         rotate_(output, inverse)
+
+    def _gather_keys(self, window: WindowKeys, rotary: int) -> Tensor:
+        """Keys [n * W, d] of a block's windows."""
+        chunk, sources = window.chunk, window.sources.view(-1)
+        if not packed.is_packed(window.ring):
+            return self.gather(window.ring, chunk, sources)
+        old = packed.unpack(window.ring.index_select(0, sources.clamp(min=0)), chunk.shape[1], rotary, chunk.dtype)
+        new = chunk.index_select(0, (-1 - sources).clamp_(min=0))
+        return torch.where(sources[:, None] >= 0, old, new)
 
 
 class CpuAttention:
@@ -213,7 +228,10 @@ class CpuAttention:
         inverse: Rotation,
         output: Tensor,
     ) -> None:
-        """See AttentionKernel."""
+        """See AttentionKernel. The C form knows no packed rows."""
+        if packed.is_packed(window.ring):
+            TorchAttention().attend(queries, window, entries, sink, inverse, output)
+            return
         n, H, d = queries.shape
         # Without entries their pointers are not read; the window's stand in.
         rows = window.chunk if entries is None else entries.entries

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import FatalError
+from dsparkd.kernels import packed
 from dsparkd.kernels._cpu import lib
 from dsparkd.kernels.pointers import floats, integers
 from dsparkd.kernels.tiles import KEY_TILE
@@ -49,7 +50,8 @@ class IndexerKernel(Protocol):
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """Keep each token's best entries: slots [n, K] ascending by entry, zeros behind them.
 
-        query [n, h, i] and keys [*, i], by slot, have one dtype; weights [n, h] float32; K is the least multiple of
+        query [n, h, i] and keys [*, i], by slot, have one dtype, or keys are packed rows (packed.pack_index) and
+        query is of packed.round_queries; weights [n, h] float32; K is the least multiple of
         KEY_TILE from top_k on, and visible.most above top_k.
         """
 
@@ -72,7 +74,10 @@ class TorchIndexer:
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """See IndexerKernel."""
         slots, hidden = visible.expand()
-        own_keys = keys.index_select(0, slots.view(-1)).view(*slots.shape, -1).float()
+        own_keys = keys.index_select(0, slots.view(-1))
+        if packed.is_packed(keys):
+            own_keys = packed.unpack_index(own_keys, query.shape[2], torch.float32)
+        own_keys = own_keys.view(*slots.shape, -1).float()
         products = torch.bmm(query.float(), own_keys.transpose(1, 2)).relu_().mul_(weights[:, :, None])
         scores = products[:, 0].clone()
         for head in range(1, products.shape[1]):  # adds in a fixed order: the same bits in any batch
@@ -100,7 +105,9 @@ class CpuIndexer:
         """Nothing is compiled."""
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
-        """See IndexerKernel."""
+        """See IndexerKernel. The C form knows no packed rows."""
+        if packed.is_packed(keys):
+            return TorchIndexer().choose(query, weights, keys, visible, top_k)
         n, h, i = query.shape
         width = -(-top_k // KEY_TILE) * KEY_TILE
         chosen = torch.empty((n, width), dtype=torch.int64)

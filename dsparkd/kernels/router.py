@@ -44,6 +44,9 @@ class RouterKernel(Protocol):
         weighs; of equal scores the lower id goes first.
         """
 
+    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
+        """`pack` of x [T, D], contiguous, and its routes: [T, C] float32 words."""
+
 
 def bind(rule: RouterRule, device: torch.device) -> RouterKernel:
     """Pick the form for a device, once."""
@@ -75,6 +78,15 @@ class TorchRouter:
         is_padding = torch.arange(len(expert_ids), device=num_live.device) >= num_live
         expert_ids.masked_fill_(is_padding[:, None], rule.num_experts)
         return Routes(shares, expert_ids.int())
+
+    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
+        """See RouterKernel."""
+        return pack(x, self(logits, input_ids, num_live))
+
+
+def pack(x: Tensor, routes: Routes) -> Tensor:
+    """x [T, D] and its routes, as rows travel between the ranks: [T, C] float32 words, bit patterns."""
+    return torch.cat((x.view(torch.float32), routes.shares, routes.expert_ids.view(torch.float32)), 1)
 
 
 def sqrt_softplus(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dsparkd.config import Config
 from dsparkd.errors import ConfigError
+from dsparkd.kernels import row_layout
 
 CSA_RATIO = 4  # tokens per compressed entry of a CSA layer; its entries overlap by one window
 HCA_RATIO = 128  # tokens per compressed entry of an HCA layer
@@ -20,6 +21,8 @@ class KVGeometry:
     Widths are in elements, `kv_bytes` is the size of one window or compressed element. `gamma` is the drafter's
     block size, 0 without a drafter: rings keep that many more rows, so that rejected rows overwrite nothing needed.
     num_draft_stages: stages whose context keys are kept, 0 where nothing is drafted.
+    is_packed: window, entries and indexer keys are rows of the official encoding (kernels/row_layout.py), whose last
+    rotary_dim columns are kept as they are; a drafter's keys are not. Raises ConfigError where it has no such rows.
     """
 
     num_layers: int
@@ -32,10 +35,17 @@ class KVGeometry:
     page_tokens: int
     kv_bytes: int
     num_draft_stages: int = 0
+    rotary_dim: int = 0
+    is_packed: bool = False
 
     def __post_init__(self) -> None:
         if self.page_tokens <= 0 or self.page_tokens % HCA_RATIO:
             raise ConfigError("kv.page_tokens", self.page_tokens, f"use a multiple of {HCA_RATIO}")
+        index, step = self.index_head_dim, row_layout.INDEX_GROUP
+        if self.is_packed and self.num_csa_layers and (index < step or index & (index - 1)):
+            raise ConfigError("engine.kv_dtype", "fp8", f'an indexer width of {index} needs "model"; packed are powers')
+        if self.is_packed and (self.head_dim - self.rotary_dim) % 2:
+            raise ConfigError("engine.kv_dtype", "fp8", f'{self.head_dim} - {self.rotary_dim} columns need "model"')
 
     @property
     def window_ring_rows(self) -> int:
@@ -81,16 +91,26 @@ class KVGeometry:
         return self.page_tokens // HCA_RATIO
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of one window row or compressed entry."""
+        return row_layout.key_bytes(self.head_dim, self.rotary_dim) if self.is_packed else self.head_dim * self.kv_bytes
+
+    @property
+    def index_key_bytes(self) -> int:
+        """Bytes of one indexer key."""
+        width = self.index_head_dim
+        return row_layout.index_key_bytes(width) if self.is_packed else width * self.kv_bytes
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        csa = self.num_csa_layers * self.csa_entries_per_page * (self.head_dim + self.index_head_dim)
-        hca = self.num_hca_layers * self.hca_entries_per_page * self.head_dim
-        return (csa + hca) * self.kv_bytes
+        csa = self.num_csa_layers * self.csa_entries_per_page * (self.key_bytes + self.index_key_bytes)
+        return csa + self.num_hca_layers * self.hca_entries_per_page * self.key_bytes
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one sequence's rings over all layers."""
-        window = self.num_layers * self.window_ring_rows * self.head_dim * self.kv_bytes
+        window = self.num_layers * self.window_ring_rows * self.key_bytes
         csa = self.num_csa_layers * self.csa_ring_rows * self.csa_row_width * ROW_BYTES
         hca = self.num_hca_layers * self.hca_ring_rows * self.hca_row_width * ROW_BYTES
         draft = self.num_draft_stages * self.draft_ring_rows * self.head_dim * self.kv_bytes
@@ -99,7 +119,8 @@ class KVGeometry:
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of one boundary snapshot at a page end: window rows, draft keys, A halves of the last CSA window."""
-        window = (self.num_layers + self.num_draft_stages) * self.window * self.head_dim * self.kv_bytes
+        window = self.num_layers * self.window * self.key_bytes
+        window += self.num_draft_stages * self.window * self.head_dim * self.kv_bytes
         overlap = self.num_csa_layers * CSA_RATIO * (self.csa_row_width // 2) * ROW_BYTES
         return window + overlap
 

@@ -16,7 +16,9 @@ from dsparkd.kv.geometry import CSA_RATIO, KVGeometry, PoolSizes
 class KVPool:
     """Zero-filled storage of one rank, owned by its forward thread.
 
-    Letters: R ring rows, P pages, N entries a page, d head width, i indexer width, w row width.
+    Letters: R ring rows, P pages, N entries a page, d head width, i indexer width, w row width. Where the geometry is
+    packed, window, entries and keys are uint8 rows of kernels/row_layout.py, each with its own scales: what copies,
+    evicts or retracts a row or a page moves its scales, too.
       window       [layers, slots * R, d]      model dtype; row of position p of a slot: slot * R + p mod R
       csa_rows     [csa layers, slots * R, w]  float32; value halves (A main, A index, B main, B index), then gates
       hca_rows     [hca layers, slots * R, w]  float32; value, then gate
@@ -36,15 +38,18 @@ class KVPool:
             return torch.zeros((layers, rows, width), dtype=dtype, device=device)
 
         g, f32 = geometry, torch.float32
+        keys, key, index_key = dtype, g.head_dim, g.index_head_dim
+        if g.is_packed:
+            keys, key, index_key = torch.uint8, g.key_bytes, g.index_key_bytes
         slots, pages, snapshots = sizes.num_slots, sizes.num_pages, sizes.num_snapshots
-        self.window = zeros(g.num_layers, slots * g.window_ring_rows, g.head_dim, dtype)
+        self.window = zeros(g.num_layers, slots * g.window_ring_rows, key, keys)
         self.csa_rows = zeros(g.num_csa_layers, slots * g.csa_ring_rows, g.csa_row_width, f32)
         self.hca_rows = zeros(g.num_hca_layers, slots * g.hca_ring_rows, g.hca_row_width, f32)
         self.draft_keys = zeros(g.num_draft_stages, slots * g.draft_ring_rows, g.head_dim, dtype)
-        self.csa_entries = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, g.head_dim, dtype)
-        self.csa_keys = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, g.index_head_dim, dtype)
-        self.hca_entries = zeros(g.num_hca_layers, pages * g.hca_entries_per_page, g.head_dim, dtype)
-        self.window_snapshots = zeros(g.num_layers, snapshots * g.window, g.head_dim, dtype)
+        self.csa_entries = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, key, keys)
+        self.csa_keys = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, index_key, keys)
+        self.hca_entries = zeros(g.num_hca_layers, pages * g.hca_entries_per_page, key, keys)
+        self.window_snapshots = zeros(g.num_layers, snapshots * g.window, key, keys)
         self.draft_snapshots = zeros(g.num_draft_stages, snapshots * g.window, g.head_dim, dtype)
         self.overlap_snapshots = zeros(g.num_csa_layers, snapshots * CSA_RATIO, g.csa_row_width // 2, f32)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import attention as kernel
-from dsparkd.kernels import rotary
+from dsparkd.kernels import packed, rotary
 from dsparkd.kernels import rows as kept
 from dsparkd.kernels.attention import EntryKeys, WindowKeys
 from dsparkd.kernels.beside import Beside, in_line
@@ -170,7 +170,8 @@ class Attention:
         metadata, _, slots, keys = self._storage(inputs.attention, pool)
         query = None
         if self._indexer is not None and max(metadata.block_counts) > self._indexer.topk:
-            query = self._indexer.query(residual, x, rotations.forward)
+            assert keys is not None
+            query = self._indexer.query(residual, x, rotations.forward, is_packed=packed.is_packed(keys))
         return _Entries(metadata, slots, keys, query)
 
     def _storage(
@@ -195,6 +196,9 @@ class Attention:
         """The chunk's queries over window and entries -> [T, H, d] in their dtype, padding zero."""
         queries, keys, attend = projected.queries, projected.keys, self._projections.kernel.attend
         ring = pool.window[self._layer]
+        rotary_width = inverse.cos.shape[-1]
+        if packed.is_packed(ring):  # read in this step as in any later one
+            packed.round_(keys, rotary_width)
         output = torch.empty_like(queries)
         output[inputs.num_tokens :] = 0
         for b, block in enumerate(inputs.attention.blocks):
@@ -204,7 +208,10 @@ class Attention:
             attend(queries[part], window, chosen, self._projections.sink, inverse.rows(part), output[part])
         # Only now: storing the chunk overwrites rows that its first tokens still needed.
         store = inputs.attention.window_store
-        kept.store(ring, store.dst, keys, store.src)
+        if packed.is_packed(ring):
+            packed.store(ring, store.dst, keys, store.src, rotary_width)
+        else:
+            kept.store(ring, store.dst, keys, store.src)
         return output
 
     def _choose(self, entries: _Entries, b: int, part: slice) -> EntryKeys | None:

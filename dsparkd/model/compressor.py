@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsparkd.kernels import attention
+from dsparkd.kernels import attention, packed
 from dsparkd.kernels.rotary import Rotation, rotate_
 from dsparkd.kernels.rows import add_by_phase
 from dsparkd.kv.geometry import CSA_RATIO
@@ -70,11 +70,16 @@ class Compressor:
         mixed = self._mix(rows, ring, metadata)
         entries = rms_norm(mixed[:, : self._width], self._norm, self._eps)
         rotate_(entries[:, None], rotation)
-        pages[0].index_copy_(0, metadata.closing_dst, entries)
+        rotary = rotation.cos.shape[-1]
+        pages[0].index_copy_(
+            0, metadata.closing_dst, packed.pack(entries, rotary) if packed.is_packed(pages[0]) else entries
+        )
         if self._overlap:
             keys = rms_norm(mixed[:, self._width :], self._key_norm, self._eps)
             rotate_(keys[:, None], rotation)
-            pages[1].index_copy_(0, metadata.closing_dst, keys)
+            pages[1].index_copy_(
+                0, metadata.closing_dst, packed.pack_index(keys) if packed.is_packed(pages[1]) else keys
+            )
 
     def _close_fused(
         self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata, rotation: Rotation, pages: tuple[Tensor, ...]

@@ -111,8 +111,17 @@ class ModelConfig:
         """Rows of a draft block; 0 without a drafter."""
         return self.dspark.block_size if self.dspark is not None else 0
 
-    def kv_geometry(self, page_tokens: int, dtype: Literal["bfloat16", "float32"], drafts: bool = False) -> KVGeometry:
-        """Sizes of the cached state under that page size and engine dtype. drafts: the drafter's keys are kept too."""
+    def kv_geometry(
+        self,
+        page_tokens: int,
+        dtype: Literal["bfloat16", "float32"],
+        drafts: bool = False,
+        kv_dtype: Literal["model", "fp8"] = "model",
+    ) -> KVGeometry:
+        """Sizes of the cached state under that page size and engine dtype. drafts: the drafter's keys are kept too.
+
+        Raises ConfigError for a kv_dtype that the model's widths do not allow.
+        """
         return KVGeometry(
             num_layers=self.num_hidden_layers,
             num_csa_layers=self.compress_ratios.count(CSA_RATIO),
@@ -124,6 +133,8 @@ class ModelConfig:
             page_tokens=page_tokens,
             kv_bytes=4 if dtype == "float32" else 2,
             num_draft_stages=self.dspark.num_stages if drafts and self.dspark is not None else 0,
+            rotary_dim=self.qk_rope_head_dim,
+            is_packed=kv_dtype == "fp8",
         )
 
 

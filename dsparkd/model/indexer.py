@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import indexer as kernel
-from dsparkd.kernels import rotary
+from dsparkd.kernels import packed, rotary
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.model.config import ModelConfig
@@ -42,10 +42,10 @@ class Indexer:
         self._kernel = kernel.bind(source.device, source.dtype)
         self._kernel.prepare(config.index_n_heads, config.index_head_dim, self.topk)
 
-    def query(self, residual: Tensor, x: Tensor, rotation: Rotation) -> IndexQuery:
-        """residual [T, q_lora] and x [T, D], in the model's dtype."""
-        vectors = self._wq_b(residual).view(residual.shape[0], self._heads, -1)
-        return IndexQuery(self._rotate_(vectors, rotation), self._head_weights(x))
+    def query(self, residual: Tensor, x: Tensor, rotation: Rotation, *, is_packed: bool) -> IndexQuery:
+        """residual [T, q_lora] and x [T, D], in the model's dtype. is_packed: what the keys are."""
+        vectors = self._rotate_(self._wq_b(residual).view(residual.shape[0], self._heads, -1), rotation)
+        return IndexQuery(packed.round_queries(vectors) if is_packed else vectors, self._head_weights(x))
 
     def choose(self, query: IndexQuery, part: slice, keys: Tensor, visible: Visible) -> Tensor:
         """Keep the best topk entries of each token of a block: slots, ascending by entry, zeros behind them."""

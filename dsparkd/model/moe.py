@@ -18,7 +18,7 @@ from dsparkd.errors import CheckpointError
 from dsparkd.kernels import experts as kernel
 from dsparkd.kernels import feed_forward, router
 from dsparkd.kernels.beside import Beside, in_line
-from dsparkd.kernels.router import RouterRule, Routes
+from dsparkd.kernels.router import RouterRule
 from dsparkd.kernels.weight import stacked
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.layers import Linear, WeightSource, WideLinear
@@ -59,7 +59,7 @@ class Experts:
         )
 
     def partial(self, rows: Tensor) -> Tensor:
-        """Packed rows [R, C] of `pack` -> the sum over this shard's experts, ascending, [R, D] float32."""
+        """Packed rows [R, C] of a router -> the sum over this shard's experts, ascending, [R, D] float32."""
         return self._kernel(*unpack(rows, self._dtype, self._width, self._top_k))
 
 
@@ -72,13 +72,8 @@ def hash_table(source: WeightSource, name: str, num_experts: int) -> Tensor:
     return table
 
 
-def pack(x: Tensor, routes: Routes) -> Tensor:
-    """x [T, D] and its routes -> [T, C] float32 words, bit patterns."""
-    return torch.cat((x.view(torch.float32), routes.shares, routes.expert_ids.view(torch.float32)), 1)
-
-
 def unpack(rows: Tensor, dtype: torch.dtype, width: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Undo `pack`: x [R, D], expert_ids [R, k] int32, shares [R, k] float32, each contiguous."""
+    """Undo router.pack: x [R, D], expert_ids [R, k] int32, shares [R, k] float32, each contiguous."""
     if rows.is_cuda:
         from dsparkd.kernels.cuda.packing import take_apart  # a cpu start imports no triton
 
@@ -122,8 +117,8 @@ class MoE:
         """x [T, D], normed; input_ids [T]; tokens from num_live [1] int64 on are padding -> [T, D]."""
         # The shared expert waits for nobody: it runs while rows are routed and travel.
         shared = self._beside(lambda: self._shared_w2(self._between.activate(self._shared_w13(x), self._limit)))
-        routes = self._route(self._gate(x), input_ids, num_live)
-        partials = exchange.combine(self.experts.partial(exchange.gather(pack(x, routes))))
+        rows = self._route.packed(x, self._gate(x), input_ids, num_live)
+        partials = exchange.combine(self.experts.partial(exchange.gather(rows)))
         return self._between.add(partials, shared())
 
     def assist(self, exchange: ExpertExchange, device: torch.device) -> None:

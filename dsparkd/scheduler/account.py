@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsparkd import log as log_module
 from dsparkd import metrics
 from dsparkd.errors import RequestError
-from dsparkd.executor.plan import Plan, RowFailure, StepKind, StepOutput
+from dsparkd.executor.plan import Plan, RowFailure, Speculation, StepKind, StepOutput
 from dsparkd.messages import MetricsFrame
 from dsparkd.native.exchange import Timing
 from dsparkd.scheduler.agreement import Agreement, Channel
@@ -272,6 +272,11 @@ class Account:
         if plan.kind is StepKind.DECODE:
             tier = "none" if output.tier is None else str(output.tier)
             self._tally.inc(metrics.DECODE_STEPS, self._rank, "eager" if output.tier is None else "graph", tier)
+
+    def paced(self, speculation: Speculation | None, spent_ns: int) -> None:
+        """Time a decode step that another one followed at once."""
+        layout = "plain" if speculation is None else "compact" if speculation.is_compact else "all"
+        self._tally.observe(metrics.DECODE_STEP_SECONDS, self._rank, layout, value=spent_ns / 1e9)
 
     # Drafts
 

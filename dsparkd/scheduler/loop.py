@@ -192,6 +192,7 @@ class Loop:
         self._retractions = 0
         self._stopping = False
         self._flight: Flight | None = None
+        self._paced: tuple[int, Speculation | None] | None = None  # the last decode step
         self._deltas: list[TokenDelta] = []
         self._ended: list[Ended] = []
         self._settled: list[str] = []
@@ -257,6 +258,7 @@ class Loop:
         plan = None
         if agreement.kind is not StepKind.IDLE and not agreement.stop:
             speculation = self._speculate(agreement, proposal)
+            self._pace(agreement.kind, speculation)
             replays = agreement.kind is StepKind.DECODE and agreement.decode_graph and agreement.draft_graph
             plan = self._parts.planner.settle(proposal, agreement.kind, speculation, replays=replays)
         self._record(agreement, rank0, rank1, plan)
@@ -292,6 +294,13 @@ class Loop:
         sequence, timing = exchange.sequence(Channel.TIER), exchange.timing(Channel.TIER)
         self._account.exchanged(Channel.TIER, sequence, timing, spent_ns)
         return planner.compact(agreement.num_tokens, self._in_rank_order(wanted, peer[0]))
+
+    def _pace(self, kind: StepKind, speculation: Speculation | None) -> None:
+        """Time the last step where it was a decode step and this one is, too."""
+        now_ns = self._clock()
+        if kind is StepKind.DECODE and self._paced is not None:
+            self._account.paced(self._paced[1], now_ns - self._paced[0])
+        self._paced = (now_ns, speculation) if kind is StepKind.DECODE else None
 
     # Receive
 

@@ -22,15 +22,26 @@ STALE_STEPS = 64
 class SpeculationPlanner:
     """Decides by the cost table where layouts are compact, else verifies every draft up to max_drafts.
 
-    max_drafts: of a row, 0 where nothing is drafted. max_rows: of a rank. table: None where every draft pays.
+    max_drafts: of a row, 0 where nothing is drafted. max_rows: of a rank. table: None where every draft pays. captured:
+    ascending numbers of tokens that steps are captured for; empty where they run eager.
     """
 
-    def __init__(self, max_drafts: int, max_rows: int, *, is_compact: bool = False, table: CostTable | None = None):
+    def __init__(
+        self,
+        max_drafts: int,
+        max_rows: int,
+        *,
+        is_compact: bool = False,
+        table: CostTable | None = None,
+        captured: Sequence[int] = (),
+    ) -> None:
         self.max_drafts = max_drafts
         self.is_compact = is_compact and max_drafts > 0
         self._table = table
+        self._captured = tuple(captured)
         most = -(-max_rows * (1 + max_drafts) // ROW_TILE) * ROW_TILE
-        self._tiers = tuple(range(ROW_TILE, most + 1, ROW_TILE))
+        above = captured[-1] if captured else 0
+        self._tiers = (*captured, *(tier for tier in range(ROW_TILE, most + 1, ROW_TILE) if tier > above))
 
     def wanted(self, requests: Sequence[Request]) -> int:
         """Tokens that this rank would verify: 0 where drafting does not pay, UNKNOWN_TIER without a cost table.
@@ -57,12 +68,15 @@ class SpeculationPlanner:
         if not tier:
             return None
         most = [rows * (1 + self.max_drafts) for rows in num_rows]
-        # A rank that would not draft does so for its peer's sake, and verifies none of it.
+        # A rank that would not draft does so for its peer's sake, and verifies none of it, unless a graph takes as long
+        # for drafts as for padding.
         asked = [
-            all_of if want == UNKNOWN_TIER else max(want, rows)
+            all_of if want == UNKNOWN_TIER else min(max(want, rows), all_of)
             for want, rows, all_of in zip(wanted, num_rows, most, strict=True)
         ]
-        return Speculation(self.max_drafts, (min(asked[0], most[0]), min(asked[1], most[1])), is_compact=True)
+        room = next((tier for tier in self._captured if tier >= max(asked)), 0)
+        asked = [max(count, min(room, all_of)) for count, all_of in zip(asked, most, strict=True)]
+        return Speculation(self.max_drafts, (asked[0], asked[1]), is_compact=asked != most)
 
 
 def _chances(request: Request) -> tuple[float, ...] | None:

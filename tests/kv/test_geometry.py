@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -35,6 +36,32 @@ def test_a_flash_page_takes_the_published_bytes() -> None:
 def test_a_flash_snapshot_takes_the_published_bytes() -> None:
     """At a page end: 5,636,096 bytes of window rows and 430,080 bytes of CSA overlap."""
     assert flash().snapshot_bytes == 5_636_096 + 430_080
+
+
+def test_a_packed_page_takes_four_sevenths() -> None:
+    """592 bytes an entry, with its 7 scales, and 80 an indexer key: 927,808 bytes a page, in place of 1,761,280."""
+    packed = dataclasses.replace(flash(), rotary_dim=64, is_packed=True)
+    assert (packed.key_bytes, packed.index_key_bytes) == (592, 80)
+    assert packed.page_bytes == 21 * 64 * (592 + 80) + 20 * 2 * 592
+    assert packed.snapshot_bytes == 43 * 128 * 592 + 430_080
+    assert flash().slot_bytes - packed.slot_bytes == 43 * 132 * (1024 - 592)
+
+
+def test_a_drafter_s_keys_stay_as_they_are() -> None:
+    """What it reads decides no token, and its rings are small."""
+    plain, packed = (
+        dataclasses.replace(flash(), rotary_dim=64, is_packed=is_packed, num_draft_stages=3)
+        for is_packed in (False, True)
+    )
+    assert packed.snapshot_bytes - plain.snapshot_bytes == 43 * 128 * (592 - 1024)
+
+
+@pytest.mark.parametrize(("index_width", "rotary"), [(16, 64), (96, 64), (128, 63)])
+def test_widths_that_cannot_be_packed_are_refused(index_width: int, rotary: int) -> None:
+    """The turn needs a power of two, a scale 32 columns, and the rotary columns an even byte to begin at."""
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype"):
+        dataclasses.replace(flash(), index_head_dim=index_width, rotary_dim=rotary, is_packed=True)
+    dataclasses.replace(flash(), index_head_dim=index_width, rotary_dim=rotary)
 
 
 def test_a_flash_slot_is_its_three_rings() -> None:

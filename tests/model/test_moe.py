@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import CheckpointError
-from dsparkd.kernels.router import Routes
+from dsparkd.kernels.router import Routes, pack
 from dsparkd.model.config import ModelConfig, load_model_config
-from dsparkd.model.moe import LocalExpertExchange, MoE, hash_table, pack, unpack
+from dsparkd.model.moe import LocalExpertExchange, MoE, hash_table, unpack
 from dsparkd.model.weights import Checkpoint
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from hypothesis import given
 from dsparkd.errors import InvariantError, PeerError
 from dsparkd.executor.costs import CostTable, Origin
 from dsparkd.executor.plan import StepKind
-from dsparkd.scheduler.agreement import UNKNOWN_TIER
+from dsparkd.scheduler.agreement import UNKNOWN_TIER, Channel
 from dsparkd.scheduler.request import Request
 from dsparkd.scheduler.speculation import STALE_STEPS, SpeculationPlanner
 
@@ -67,6 +67,25 @@ def test_d30_x25_both_ranks_know_what_each_verifies(wanted, num_tokens):
     """D-30, X-25: at least each anchor, at most all drafts, the same pair on both ranks."""
     found = SpeculationPlanner(3, 8, is_compact=True).compact((4, 2), wanted)
     assert (found.num_tokens if found is not None else None) == num_tokens
+    assert found is None or found.is_compact == (num_tokens != (16, 8)), "whether anything is left out"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_tokens"),
+    [
+        ((0, 0), None),
+        ((7, 0), (16, 8)),  # the graph of 16 tokens runs whatever it holds
+        ((9, 5), (16, 8)),
+        ((17, 5), (32, 8)),
+        ((UNKNOWN_TIER, 0), (32, 8)),
+    ],
+)
+def test_x25_d30_a_captured_tier_is_filled(wanted, num_tokens):
+    """X-25, D-30: padding takes as long as drafts that may be accepted; above the tiers steps run eager."""
+    planner = SpeculationPlanner(3, 12, is_compact=True, captured=(16, 32))
+    found = planner.compact((8, 2), wanted)
+    assert (found.num_tokens if found is not None else None) == num_tokens
+    assert planner.compact((12, 2), (40, 3)).num_tokens == (40, 3)
 
 
 def test_x25_a_number_that_no_tier_holds_fails_the_pair():
@@ -187,4 +206,5 @@ def test_x13_compact_ranks_agree_in_every_tick(lab, data):
         assert [plan.speculation for plan in plans[0]] == [plan.speculation for plan in plans[1]]
         for rank in pair.ranks:
             rank.assert_nothing_held()
-        assert {plan.speculation.is_compact for plan in plans[0] if plan.speculation is not None} <= {True}
+        sequences = [rank.exchange.sequence(Channel.TIER) for rank in pair.ranks]
+        assert sequences[0] == sequences[1] == sum(plan.kind is StepKind.DECODE for plan in plans[0])

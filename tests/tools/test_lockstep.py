@@ -30,12 +30,12 @@ def leave_alone(self, *offer):
 lockstep_rank.RecordingLoop.act = leave_alone
 """
 WRONG = """
-step = lockstep_rank.Device.step
+launch = lockstep_rank.Device.launch
 def forget(self, plan, counts):
-    output = step(self, plan, counts)
+    output = launch(self, plan, counts)()
     rows = tuple(type(row)(tuple(28 - token for token in row.token_ids)) for row in output.rows)
-    return type(output)(rows)
-lockstep_rank.Device.step = forget
+    return lambda: type(output)(rows)
+lockstep_rank.Device.launch = forget
 """
 
 

@@ -21,14 +21,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
+from dsparkd.executor.costs import CostTable
 from tools import exam
 from tools.bench.serve import percentile
+from tools.bench.steps import table_text
 from tools.harness import ROOT, Server, Tables, ensure_checkpoint, merge
 from tools.train_nano.tasks import TASKS, draw
 from tools.workload import Client
@@ -45,13 +49,29 @@ MODES: dict[str, Tables] = {
 }
 
 
+LAYOUTS = ("plain", "all", "compact")
+TICKS = ("prefill", "mixed", "decode", "idle_peer")
+FATES = ("accepted", "refused", "not_verified")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the server says of decode steps of one layout on both ranks: how many another one followed at once, and the
+    mean time from one to the next."""
+
+    layout: str
+    count: int
+    mean_s: float
+
+
 @dataclass(frozen=True)
 class Run:
     """One mode at one concurrency in one round.
 
     tokens_per_s: output tokens over the wall time. decode_tokens_per_s: over the time from each stream's first event to
     its last, of all streams: prefill left out. length: accepted drafts and the token behind them, a step of a row.
-    between_s: time from one event to the next over the tokens that the next one brought.
+    between_s: time from one event to the next over the tokens that the next one brought. ticks: of both ranks, by kind.
+    drafts: by their fate.
     """
 
     mode: str
@@ -63,6 +83,9 @@ class Run:
     length: float
     between_p50_s: float
     between_p99_s: float
+    steps: tuple[Steps, ...] = ()
+    ticks: tuple[tuple[str, float], ...] = ()
+    drafts: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,26 +137,54 @@ async def stream_all(
     return await asyncio.gather(*(one(prompt) for prompt in prompts))
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Counters of a server, of both ranks together."""
+
+    emitted: float
+    drafted_rows: float
+    steps: Mapping[str, float]
+    seconds: Mapping[str, float]
+    ticks: Mapping[str, float]
+    drafts: Mapping[str, float]
+
+    @classmethod
+    def read(cls, client: Client) -> Counts:
+        """Read all of them now."""
+        step = "dsparkd_decode_step_seconds"
+        return cls(
+            emitted=client.counter("dsparkd_accepted_per_step_sum"),
+            drafted_rows=client.counter("dsparkd_accepted_per_step_count"),
+            steps={layout: client.counter(f"{step}_count", f'layout="{layout}"') for layout in LAYOUTS},
+            seconds={layout: client.counter(f"{step}_sum", f'layout="{layout}"') for layout in LAYOUTS},
+            ticks={kind: client.counter("dsparkd_ticks_total", f'kind="{kind}"') for kind in TICKS},
+            drafts={fate: client.counter("dsparkd_draft_tokens_total", f'fate="{fate}"') for fate in FATES},
+        )
+
+
+def _mean(before: Counts, after: Counts, layout: str) -> float:
+    return (after.seconds[layout] - before.seconds[layout]) / (after.steps[layout] - before.steps[layout])
+
+
 def take(
     server: Server, mode: str, concurrency: int, number: int, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> Run:
     """Run one mode once."""
     client = Client(server.base_url)
-    name = "dsparkd_accepted_per_step"
-    before = (client.counter(f"{name}_sum"), client.counter(f"{name}_count"))
+    before = Counts.read(client)
     began = time.perf_counter()
     streams = asyncio.run(stream_all(server.port, model_of(server), prompts, concurrency, max_tokens))
     seconds = time.perf_counter() - began
     time.sleep(COUNTER_S)
-    emitted = client.counter(f"{name}_sum") - before[0]
-    steps = client.counter(f"{name}_count") - before[1]
+    after = Counts.read(client)
+    emitted, drafted_rows = after.emitted - before.emitted, after.drafted_rows - before.drafted_rows
     tokens = sum(count for stream in streams for _, count in stream.events)
     spans = [stream.events[-1][0] - stream.events[0][0] for stream in streams if len(stream.events) > 1]
     later = sum(count for stream in streams for _, count in stream.events[1:])
     between = [
-        (after - then) / count
+        (now - then) / count
         for stream in streams
-        for (then, _), (after, count) in pairwise(stream.events)
+        for (then, _), (now, count) in pairwise(stream.events)
         for _ in range(count)
     ]
     return Run(
@@ -143,9 +194,16 @@ def take(
         tokens=tokens,
         tokens_per_s=tokens / seconds,
         decode_tokens_per_s=later / max(1e-9, sum(spans)) * min(concurrency, len(prompts)),
-        length=emitted / steps if steps else 1.0,
+        length=emitted / drafted_rows if drafted_rows else 1.0,
         between_p50_s=percentile(between, 50) if between else 0.0,
         between_p99_s=percentile(between, 99) if between else 0.0,
+        steps=tuple(
+            Steps(layout, round(after.steps[layout] - before.steps[layout]), _mean(before, after, layout))
+            for layout in LAYOUTS
+            if after.steps[layout] > before.steps[layout]
+        ),
+        ticks=tuple((kind, after.ticks[kind] - before.ticks[kind]) for kind in TICKS),
+        drafts=tuple((fate, after.drafts[fate] - before.drafts[fate]) for fate in FATES),
     )
 
 
@@ -193,6 +251,16 @@ def line_of(run: Run) -> str:
     return (
         f"{run.concurrency:11} {run.round:5} {run.mode:8} {run.tokens:6} {run.tokens_per_s:9.1f} "
         f"{run.decode_tokens_per_s:9.1f} {run.length:7.2f} {p50:8.1f} {p99:8.1f}"
+    )
+
+
+def steps_of(run: Run) -> str:
+    """One line of what the ranks did in a run: decode steps and their times, ticks and drafts of both ranks."""
+    steps = ", ".join(f"{each.layout} {each.count} x {1e3 * each.mean_s:.2f} ms" for each in run.steps)
+    ticks = ", ".join(f"{kind} {count:.0f}" for kind, count in run.ticks if count)
+    drafts = ", ".join(f"{fate} {count:.0f}" for fate, count in run.drafts if count)
+    return (
+        f"{run.mode} at {run.concurrency}, round {run.round}: {steps or 'no steps'}; {ticks}; {drafts or 'no drafts'}"
     )
 
 
@@ -260,7 +328,9 @@ def main(argv: list[str]) -> int:
         print(HEADER)
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsparkd-bench-"))
-        costs = {"dspark": {"cost_table": str(cost_table(arguments, directory))}}
+        path = cost_table(arguments, directory)
+        costs = {"dspark": {"cost_table": str(path)}}
+        table = msgspec.json.decode(path.read_bytes(), type=CostTable)
         servers: dict[str, Server] = {}
         for mode in dict.fromkeys(["off", *arguments.modes]):
             overrides = merge(merge(base, MODES[mode]), costs if mode == "compact" else {})
@@ -275,8 +345,17 @@ def main(argv: list[str]) -> int:
     elapsed = round(time.perf_counter() - began, 1)
     if arguments.json:
         facts = {"elapsed_s": elapsed, "machine": platform.processor() or platform.machine(), "load_before": load}
-        print(json.dumps(facts | {"ratios": pairs, "runs": [asdict(run) for run in runs]}))
+        print(
+            json.dumps(
+                facts
+                | {"cost_table": msgspec.to_builtins(table), "ratios": pairs, "runs": [asdict(run) for run in runs]}
+            )
+        )
         return 0
+    print(table_text(table))
+    print("decode steps that another one followed, and the time from one to the next; ticks; drafts; of both ranks:")
+    for run in runs:
+        print(steps_of(run))
     for name, (whole, decoding) in pairs.items():
         print(f"{name}: {whole:.2f} times off, decoding alone {decoding:.2f}")
     print(f"aims: {AIM_SINGLE} at 1, {AIM_BUSY} at {max(arguments.concurrency)}; load before {load:.1f}, {elapsed} s")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
@@ -150,6 +151,7 @@ def _attend_few(
         PRECISION=precision(queries),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        launch_pdl=EARLY,
     )
 
 
@@ -199,6 +201,7 @@ def norm_and_rotate(
         BLOCK_H=HEAD_ROWS,
         BLOCK_D=triton.next_power_of_2(d),
         num_warps=4,
+        launch_pdl=EARLY,
     )
 
 
@@ -264,6 +267,7 @@ def _attend(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
     part = 0
@@ -373,6 +377,7 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_D)

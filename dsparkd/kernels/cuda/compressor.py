@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.attention import rotate_pairs
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.rotary import Rotation
 
 BLOCK_ROWS = 16  # rows of a window that are mixed at once
@@ -75,6 +76,7 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         STAGES=STAGES if span > BLOCK_ROWS else 1,
         BLOCK_D=triton.next_power_of_2(max(width, key_width)),
         num_warps=8,
+        launch_pdl=EARLY,
     )
 
 
@@ -112,6 +114,7 @@ def _close(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    follow()
     n = tl.program_id(0).to(tl.int64)
     if tl.load(places + n) < 0:  # padding of a captured shape: most steps close fewer entries than it has room for
         return

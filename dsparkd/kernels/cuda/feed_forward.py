@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
+
 COLUMNS = 1024  # of one program
 
 
@@ -23,7 +25,7 @@ class TritonFeedForward:
         T, I = hidden.shape[0], hidden.shape[1] // 2  # noqa: E741
         out = hidden.new_empty((T, I))
         if T:
-            _activate[(T, triton.cdiv(I, COLUMNS))](hidden, out, limit, WIDTH=I, BLOCK=COLUMNS)
+            _activate[(T, triton.cdiv(I, COLUMNS))](hidden, out, limit, WIDTH=I, BLOCK=COLUMNS, launch_pdl=EARLY)
         return out
 
     def add(self, partials: Sequence[Tensor], shared: Tensor) -> Tensor:
@@ -32,12 +34,13 @@ class TritonFeedForward:
         out = torch.empty_like(shared)
         if T:
             grid = (T, triton.cdiv(D, COLUMNS))
-            _add[grid](partials[0], partials[1], shared, out, WIDTH=D, BLOCK=COLUMNS)
+            _add[grid](partials[0], partials[1], shared, out, WIDTH=D, BLOCK=COLUMNS, launch_pdl=EARLY)
         return out
 
 
 @triton.jit(do_not_specialize=["limit"])  # type: ignore[untyped-decorator]
 def _activate(hidden, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -50,6 +53,7 @@ def _activate(hidden, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(first, second, shared, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.errors import CapabilityError
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.hyper_connection import Collapsed, Mixing
 
@@ -61,6 +62,7 @@ class TritonProduct:
             PRECISION=precision(streams),
             num_warps=4,
             num_stages=3,
+            launch_pdl=EARLY,
         )
         return parts
 
@@ -105,6 +107,7 @@ class TritonHyperConnection:
             ITERATIONS=mixing.iterations,
             BLOCK_D=triton.next_power_of_2(D),
             num_warps=8 if D > 1024 else 4,
+            launch_pdl=EARLY,
         )
         return collapsed
 
@@ -114,7 +117,16 @@ class TritonHyperConnection:
         expanded = torch.empty_like(streams)
         block = min(triton.next_power_of_2(D), EXPAND_COLUMNS)
         _expand[(T, triton.cdiv(D, block))](
-            output, streams, collapsed.post, collapsed.comb, expanded, S=S, D=D, BLOCK_D=block, num_warps=4
+            output,
+            streams,
+            collapsed.post,
+            collapsed.comb,
+            expanded,
+            S=S,
+            D=D,
+            BLOCK_D=block,
+            num_warps=4,
+            launch_pdl=EARLY,
         )
         return expanded
 
@@ -138,6 +150,7 @@ def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps
             SPLITS=raw.shape[0],
             BLOCK_D=triton.next_power_of_2(D),
             num_warps=8 if D > 1024 else 4,
+            launch_pdl=EARLY,
         )
     return collapsed
 
@@ -158,6 +171,7 @@ def _product(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(1)
     o = tl.arange(0, BLOCK_O)
@@ -201,6 +215,7 @@ def _collapse(  # type: ignore[no-untyped-def]
     ITERATIONS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, S)
     c = tl.arange(0, BLOCK_D)
@@ -277,6 +292,7 @@ def _collapse_last(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, S)
     c = tl.arange(0, BLOCK_D)
@@ -300,6 +316,7 @@ def _expand(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = c < D

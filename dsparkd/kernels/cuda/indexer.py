@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.tiles import KEY_TILE
@@ -80,6 +81,7 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
         PRECISION=precision(query),
         num_warps=4,
         num_stages=3,
+        launch_pdl=EARLY,
     )
     return scores
 
@@ -105,6 +107,7 @@ def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, 
         BLOCK_W=triton.next_power_of_2(chosen.shape[1]),
         BLOCK=block,
         num_warps=warps,
+        launch_pdl=EARLY,
     )
 
 
@@ -128,6 +131,7 @@ def _score(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * SPAN
     count = tl.load(counts + t).to(tl.int32)
@@ -171,6 +175,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + t).to(tl.int32)
     own = scores + t * most

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
+
 BLOCKS = 256  # blocks of four words that one program makes
 
 
@@ -31,6 +33,7 @@ def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int, s
             V=vocab_size,
             BLOCKS=BLOCKS,
             num_warps=4,
+            launch_pdl=EARLY,
         )
     return out
 
@@ -49,6 +52,7 @@ def _gumbel(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
 ):
     """Counter (block, position, choice, stream) under the row's seed, as noise.random_words has it."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     zero = block * 0

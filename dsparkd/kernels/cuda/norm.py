@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.attention import rotate_pairs
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.rotary import Rotation
 
 SQUARES = 4096  # of a row that are added side by side: it fixes the order of the sum
@@ -21,7 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     T, width = x.shape
     out = x.new_empty((T, width))
     block = triton.next_power_of_2(width)
-    _rms_norm[(T,)](x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block > 2048 else 4)
+    _rms_norm[(T,)](
+        x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block > 2048 else 4, launch_pdl=EARLY
+    )
     return out
 
 
@@ -31,7 +34,9 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     assert x.is_contiguous()
     out = x.new_empty((T, 1))
     if T:
-        _inverse_rms[(T,)](x, out, eps, WIDTH=width, BLOCK=min(SQUARES, triton.next_power_of_2(width)), num_warps=8)
+        _inverse_rms[(T,)](
+            x, out, eps, WIDTH=width, BLOCK=min(SQUARES, triton.next_power_of_2(width)), num_warps=8, launch_pdl=EARLY
+        )
     return out
 
 
@@ -51,12 +56,14 @@ def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
         BLOCK_H=rows,
         BLOCK_R=triton.next_power_of_2(rotary),
         num_warps=1,
+        launch_pdl=EARLY,
     )
     return x
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_norm(x, stride, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
     t = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     row = tl.load(x + t * stride + c, mask=c < WIDTH, other=0.0).to(tl.float32)
@@ -75,6 +82,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
+    follow()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_R)
@@ -87,6 +95,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _inverse_rms(x, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
     t = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
+
 BLOCK = 1024  # words of one program
 
 
@@ -31,6 +33,7 @@ def take_apart(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
             BLOCK=BLOCK,
             BLOCK_K=triton.next_power_of_2(top_k),
             num_warps=4,
+            launch_pdl=EARLY,
         )
     return x, shares, expert_ids
 
@@ -47,6 +50,7 @@ def _take_apart(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     """Bits are copied; a float32 load and store leave those of an integer as they are."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
     own = rows + row * (WORDS + 2 * TOP_K)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

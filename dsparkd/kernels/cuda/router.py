@@ -1,4 +1,5 @@
-"""Which experts a token goes to: Triton form, for cuda. One program a token, one launch where torch has twenty.
+"""Which experts a token goes to: Triton form, for cuda. One program a token, one launch where torch has twenty; others
+copy the token beside its routes.
 
 Letters: T tokens, E experts, k experts a token.
 """
@@ -10,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.router import RouterRule, Routes
+
+COPIED = 1024  # words of a token that one program copies
 
 
 class TritonRouter:
@@ -21,27 +25,50 @@ class TritonRouter:
 
     def __call__(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
         """See RouterKernel."""
+        T = logits.shape[0]
+        shares = logits.new_empty((T, self._rule.top_k))
+        expert_ids = torch.empty((T, self._rule.top_k), dtype=torch.int32, device=logits.device)
+        self._launch(None, logits, input_ids, num_live, Routes(shares, expert_ids))
+        return Routes(shares, expert_ids)
+
+    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
+        """See RouterKernel."""
+        words = x.view(torch.float32)
+        (T, width), k = words.shape, self._rule.top_k
+        assert x.is_contiguous()
+        rows = logits.new_empty((T, width + 2 * k))
+        routes = Routes(rows[:, width : width + k], rows.view(torch.int32)[:, width + k :])
+        self._launch(words, logits, input_ids, num_live, routes)
+        return rows
+
+    def _launch(
+        self, words: Tensor | None, logits: Tensor, input_ids: Tensor, num_live: Tensor, routes: Routes
+    ) -> None:
+        """Write routes, both of whose rows lie as far apart, and words [T, w] right before them."""
         rule = self._rule
         T, E = logits.shape
-        shares = logits.new_empty((T, rule.top_k))
-        expert_ids = torch.empty((T, rule.top_k), dtype=torch.int32, device=logits.device)
+        width = 0 if words is None else words.shape[1]
         if T:
-            _route[(T,)](
+            _route[(T, 1 + triton.cdiv(width, COPIED))](
                 logits,
                 logits if rule.bias is None else rule.bias,
                 input_ids if rule.table is None else rule.table,
                 input_ids,
-                shares,
-                expert_ids,
+                routes.shares,
+                routes.expert_ids,
                 num_live,
                 rule.scaling,
+                logits if words is None else words,
                 EXPERTS=E,
                 TOP_K=rule.top_k,
                 HASHED=rule.table is not None,
+                STRIDE=routes.shares.stride(0),
+                WORDS=width,
                 BLOCK=triton.next_power_of_2(E),
+                BLOCK_W=COPIED,
                 num_warps=1,
+                launch_pdl=EARLY,
             )
-        return Routes(shares, expert_ids)
 
 
 @triton.jit(do_not_specialize=["scaling"])  # type: ignore[untyped-decorator]
@@ -54,13 +81,25 @@ def _route(  # type: ignore[no-untyped-def]
     expert_ids,
     num_live,
     scaling,
+    words,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     HASHED: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    """Scores, choice, shares of one token, stored in ascending order of the experts."""
+    """Scores, choice, shares of one token, stored in ascending order of the experts; or a copy of its words before
+    the shares: bits, whatever they mean."""
+    follow()
     token = tl.program_id(0).to(tl.int64)
+    if WORDS:
+        c = (tl.program_id(1) - 1) * BLOCK_W + tl.arange(0, BLOCK_W)
+        if tl.program_id(1) > 0:
+            word = tl.load(words + token * WORDS + c, mask=c < WORDS)
+            tl.store(shares + token * STRIDE - WORDS + c, word, mask=c < WORDS)
+            return
     expert = tl.arange(0, BLOCK)
     real = expert < EXPERTS
     x = tl.load(logits + token * EXPERTS + expert, mask=real, other=0.0)
@@ -83,6 +122,6 @@ def _route(  # type: ignore[no-untyped-def]
             chosen = tl.where(expert == best, 1, chosen)
             left = tl.where(expert == best, -float("inf"), left)
     weights = tl.where(chosen == 1, scores, 0.0)
-    place = token * TOP_K + tl.cumsum(chosen, 0) - 1
+    place = token * STRIDE + tl.cumsum(chosen, 0) - 1
     tl.store(shares + place, weights * (scaling / (tl.sum(weights) + 1e-20)), mask=chosen == 1)
     tl.store(expert_ids + place, tl.where(token < tl.load(num_live), expert, EXPERTS), mask=chosen == 1)

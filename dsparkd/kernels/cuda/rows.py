@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
+
 BLOCK = 1024  # columns of one program
 
 
@@ -19,7 +21,9 @@ def store(ring: Tensor, dst: Tensor, rows: Tensor, src: Tensor) -> None:
     assert rows.is_contiguous()
     if src.shape[0]:
         block = min(BLOCK, triton.next_power_of_2(width))
-        _store[(src.shape[0], triton.cdiv(width, block))](ring, dst, rows, src, WIDTH=width, BLOCK=block)
+        _store[(src.shape[0], triton.cdiv(width, block))](
+            ring, dst, rows, src, WIDTH=width, BLOCK=block, launch_pdl=EARLY
+        )
 
 
 def add_by_phase(rows: Tensor, bias: Tensor, positions: Tensor) -> None:
@@ -29,11 +33,14 @@ def add_by_phase(rows: Tensor, bias: Tensor, positions: Tensor) -> None:
     assert rows.is_contiguous()
     assert width == 2 * half
     block = min(BLOCK, triton.next_power_of_2(half))
-    _add_by_phase[(T, triton.cdiv(half, block))](rows, bias, positions, PERIOD=period, HALF=half, BLOCK=block)
+    _add_by_phase[(T, triton.cdiv(half, block))](
+        rows, bias, positions, PERIOD=period, HALF=half, BLOCK=block, launch_pdl=EARLY
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(ring, dst, rows, src, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
     k = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(dst + k)
@@ -44,6 +51,7 @@ def _store(ring, dst, rows, src, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_by_phase(rows, bias, positions, PERIOD: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = rows + (2 * t + 1) * HALF + c

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
+
 BLOCK = 4096  # logits that a program adds side by side: it fixes the order of the sum
 
 
@@ -19,13 +21,14 @@ def log_totals(logits: Tensor) -> Tensor:
     totals = torch.empty(R, dtype=torch.float32, device=logits.device)
     assert logits.is_contiguous()
     if R:
-        _log_totals[(R,)](logits, totals, V=V, BLOCK=BLOCK, num_warps=8)
+        _log_totals[(R,)](logits, totals, V=V, BLOCK=BLOCK, num_warps=8, launch_pdl=EARLY)
     return totals
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _log_totals(logits, totals, V: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program a row: its maximum, then the sum of powers below it."""
+    follow()
     row = logits + tl.program_id(0).to(tl.int64) * V
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):

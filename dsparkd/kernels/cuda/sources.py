@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.sources import Origin
 
 
@@ -33,6 +34,7 @@ def sources(positions: Tensor, shift: int, span: int, origin: Origin) -> Tensor:
             HAS_OWN=has_own,
             BLOCK=triton.next_power_of_2(span),
             num_warps=1,
+            launch_pdl=EARLY,
         )
     return out
 
@@ -50,6 +52,7 @@ def _sources(  # type: ignore[no-untyped-def]
     HAS_OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    follow()
     n = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     wanted = tl.load(positions + n) + shift + k

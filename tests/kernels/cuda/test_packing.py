@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsparkd.kernels.cuda.packing import take_apart
-from dsparkd.kernels.router import Routes
-from dsparkd.model.moe import pack, unpack
+from dsparkd.kernels.router import Routes, pack
+from dsparkd.model.moe import unpack
 from tests.kernels.cuda.values import DTYPES, noise
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsparkd.kernels.cuda.router import TritonRouter
-from dsparkd.kernels.router import RouterRule, TorchRouter
-from tests.kernels.cuda.values import noise
+from dsparkd.kernels.router import RouterRule, TorchRouter, pack
+from tests.kernels.cuda.values import DTYPES, noise
 from tools.gates.kernels import poisoned_memory
 
 TABLE = torch.stack([(torch.arange(50) * 3 + j * 5) % 11 for j in range(4)], 1)
@@ -46,3 +46,16 @@ def test_padding_that_holds_nan_names_no_expert(device: torch.device) -> None:
     with poisoned_memory():  # an id that was not written would be one of what lay there
         routes = TritonRouter(rule)(logits, ids, torch.tensor([1], device=device))
     assert routes.expert_ids.tolist() == [[7, 8, 9, 10], [11] * 4, [11] * 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [40, 4096])
+def test_rows_are_packed_with_the_same_routes(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """One launch writes what a launch and three copies would, to the bit, padding included."""
+    router = TritonRouter(RouterRule(11, 4, 1.5, noise(11, seed=2).to(device), None))
+    x, logits = noise(20, width, seed=3).to(dtype).to(device), noise(20, 11, seed=1).to(device)
+    ids, num_live = torch.zeros(20, dtype=torch.int64, device=device), torch.tensor([17], device=device)
+    with poisoned_memory():
+        rows = router.packed(x, logits, ids, num_live)
+    assert torch.equal(rows.view(torch.int32), pack(x, router(logits, ids, num_live)).view(torch.int32))
+    assert router.packed(x[:0], logits[:0], ids[:0], num_live).shape == (0, rows.shape[1])
