@@ -378,3 +378,15 @@ def test_rows_that_follow_nothing_are_a_mistake() -> None:
     row = sample(0, changed(GREEDY, frequency_penalty=0.5))._replace(follows=0)
     with pytest.raises(InvariantError, match="no ids"):
         plain_sampler().draw(logits_of(1), [row])
+
+
+def test_a_place_that_comes_twice_comes_with_one_number() -> None:
+    """Which of two writes to one place wins is nobody's business on a device, so both must say the same."""
+    penalty = SamplingParams(max_tokens=4, seed=1, frequency_penalty=0.5, presence_penalty=0.1)
+    rows = [(i, sample(i, penalty, (3, 9, 9))._replace(follows=i)) for i in range(3)]
+
+    index, penalties = plain_sampler()._count_behind(rows, torch.tensor([9, 3, 50]), VOCAB)
+
+    pairs = set(zip(index.tolist(), penalties.tolist(), strict=True))
+    assert len(pairs) == len(set(index.tolist())) == 7
+    assert dict(pairs)[9] == torch.tensor(3 * 0.5 + 0.1).item()

@@ -513,6 +513,7 @@ class Rank:
         assert self.memory.slots.num_used == 0
         assert self.memory.pages.num_used == 0
         assert self.memory.pages.num_free + self.memory.pages.num_cached == self.sizes.num_pages - 1
+        assert self.memory.snapshots.num_used == len(self.memory.tree._by_use), "a snapshot that nobody holds"
 
     def close(self) -> None:
         for channel in (self.parent, self.detokenizer, *self._own):
