@@ -67,6 +67,11 @@ class Transformer:
         self._main_rotary = main_rotary(config, device)
         self._compressed_rotary = compressed_rotary(config, device)
 
+    def prepare(self, pool: KVPool) -> None:
+        """Compile for the pool's rows at start: no step waits for a compiler."""
+        for block in self.blocks:
+            block.attention.prepare(pool)
+
     @torch.inference_mode()
     def forward(
         self, inputs: ForwardInputs, pool: KVPool, exchange: ExpertExchange, taps: tuple[int, ...] = ()

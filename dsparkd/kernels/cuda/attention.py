@@ -20,9 +20,12 @@ from torch import Tensor
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.packed import block_of, load_keys, tails_of
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.row_layout import scales_at
 
 HEAD_ROWS = 8  # vectors that one program norms and rotates
 PART = 512  # entries of one part: as many as an indexer chooses, whose tokens have one part and need no sum
@@ -33,14 +36,15 @@ SUM_COLUMNS = 64  # of a head, in which parts are added at once
 class TritonAttention:
     """Form for cuda. Implements AttentionKernel."""
 
-    def prepare(self, heads: int, width: int, rotary: int, like: Tensor) -> None:
+    def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """See AttentionKernel. The first context of more than one part comes long after the first step."""
         queries, keys = like.new_zeros((1, heads, width)), like.new_zeros((1, width))
         sink, angles = (torch.zeros(shape, device=like.device) for shape in ((heads,), (1, 1, rotary)))
         places = torch.zeros((1, 2 * PART), dtype=torch.int64, device=like.device)
-        window = WindowKeys(keys, keys, places[:, :1], places[0, :1], True)
+        rows = keys if kept is None else torch.zeros_like(kept[:1])
+        window = WindowKeys(rows, keys, places[:, :1], places[0, :1], True)
         for count in (PART, PART + 1):
-            entries = EntryKeys(keys, places[:, : triton.cdiv(count, PART) * PART], places[0, :1] + count)
+            entries = EntryKeys(rows, places[:, : triton.cdiv(count, PART) * PART], places[0, :1] + count)
             self.attend(queries, window, entries, sink, Rotation(angles, angles), torch.empty_like(queries))
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
@@ -106,7 +110,8 @@ def _attend_few(
 ) -> None:
     """Attend with room for the results of num_parts parts a token."""
     n, H, d = queries.shape
-    tile = _Tile(H, d, queries.dtype)
+    packed = is_packed(window.ring)
+    tile = _Tile(H, d, queries.dtype, packed)
     num_blocks = triton.cdiv(H, tile.heads)
     mixes = sums = sink  # not written where a token has one part
     arrivals = window.first
@@ -117,14 +122,18 @@ def _attend_few(
     # and a second one any number of parts above one, whose sum takes registers from the rest.
     slots = window.sources if entries is None else entries.slots
     rows = None if entries is None else entries.rows
+    kept = window.ring if entries is None else entries.entries
+    rotary = inverse.cos.shape[-1]
     _attend[(n, num_blocks, num_parts)](
         queries,
         window.ring,
+        tails_of(window.ring),
         window.chunk,
         window.sources,
         window.first,
         window.sources.shape[1],
-        window.chunk if entries is None else entries.entries,
+        kept,
+        tails_of(kept),
         slots,
         slots if rows is None else rows,
         window.first if entries is None else entries.counts,
@@ -141,7 +150,9 @@ def _attend_few(
         H,
         MANY_PARTS=num_parts > 1,
         D=d,
-        R=inverse.cos.shape[-1],
+        R=rotary,
+        B=window.ring.shape[1] if packed else 0,
+        SCALES=scales_at(d, rotary) if packed else 0,
         PART=PART,
         BLOCK_H=tile.heads,
         BLOCK_D=tile.width,
@@ -158,14 +169,15 @@ def _attend_few(
 class _Tile:
     """Sizes of one program, by geometry and dtype alone: they fix the order of every reduction."""
 
-    def __init__(self, num_heads: int, width: int, dtype: torch.dtype) -> None:
-        self.width = triton.next_power_of_2(width)
+    def __init__(self, num_heads: int, width: int, dtype: torch.dtype, packed: bool) -> None:
+        self.width = block_of(width) if packed else triton.next_power_of_2(width)
         # A tensor core tile has 16 rows; 64 heads share each key that is read and fill a warp group's product.
         self.heads = min(max(triton.next_power_of_2(num_heads), 16), 64 if dtype == torch.bfloat16 else 16)
         if dtype == torch.bfloat16:
             # Places are loaded two tiles ahead and keys one: queries, two tiles of keys and the shares of 64 heads by
             # 512 take 193 of the 227 KiB of shared memory.
-            self.keys, self.stages = 64, 3
+            # Packed ones lie there as codes, as rotary columns and as values: 32 of them take 176 KiB.
+            self.keys, self.stages = 32 if packed else 64, 3
         else:
             self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
         self.warps = 8 if self.heads * self.width >= 64 * 256 else 4
@@ -236,12 +248,14 @@ def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl
 @triton.jit(do_not_specialize=["W", "E", "by_rows", "num_parts"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # [n, H, d]
-    ring,  # [*, d]
+    ring,  # [*, d], or packed [*, B]
+    ring_tails,  # the same memory as bfloat16, where packed
     chunk,  # [*, d]
     sources,  # [n, W]
     first,  # [n]
     W,
-    entries,  # [*, d]
+    entries,  # [*, d], or packed [*, B]
+    entry_tails,
     slots,  # [n or B, E]
     rows,  # [n]
     counts,  # [n]
@@ -259,6 +273,8 @@ def _attend(  # type: ignore[no-untyped-def]
     MANY_PARTS: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
+    B: tl.constexpr,
+    SCALES: tl.constexpr,
     PART: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -299,8 +315,15 @@ def _attend(  # type: ignore[no-untyped-def]
         live = (k >= hidden) & (k < W)
         # In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
         source = tl.load(sources + t * W + tl.minimum(tl.maximum(k, hidden), W - 1))
-        row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
-        keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
+        if B > 0:
+            old = source >= 0
+            keys = load_keys(ring, ring_tails, tl.where(old, source, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
+            row = chunk + tl.where(old, 0, -1 - source) * D
+            fresh = (source < 0)[:, None] & (c < D)[None, :]
+            keys = tl.where(fresh, tl.load(row[:, None] + c[None, :], mask=fresh, other=0.0).to(OPERAND), keys)
+        else:
+            row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
+            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
         top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
     own_slots = slots + t * E
     if by_rows:
@@ -308,8 +331,12 @@ def _attend(  # type: ignore[no-untyped-def]
     for start in range(part * PART, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         live = k < count
-        row = entries + tl.load(own_slots + tl.minimum(k, count - 1)) * D
-        keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
+        slot = tl.load(own_slots + tl.minimum(k, count - 1))
+        if B > 0:
+            keys = load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
+        else:
+            row = entries + slot * D
+            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
         top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
 
     if MANY_PARTS:

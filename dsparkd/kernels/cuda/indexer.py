@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.packed import load_index_keys
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.tiles import KEY_TILE
 
 SCORE_BYTES = 256 << 20  # of scores that may lie in memory at once
@@ -31,14 +33,14 @@ class TritonIndexer:
         self._device = device
         self._dtype = dtype
 
-    def prepare(self, heads: int, width: int, top_k: int) -> None:
+    def prepare(self, heads: int, width: int, top_k: int, kept: Tensor | None = None) -> None:
         """See IndexerKernel. The first context above top_k entries comes long after the first step."""
         float32 = torch.zeros((1, heads), dtype=torch.float32, device=self._device)
         values = torch.zeros((1, heads, width), dtype=self._dtype, device=self._device)
         most = top_k + 1
         slots = torch.zeros((1, -(-most // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
         seen = Visible(slots, slots[0, :1], slots[0, :1] + most, most)
-        self.choose(values, float32, values[0], seen, top_k)
+        self.choose(values, float32, values[0] if kept is None else torch.zeros_like(kept[:1]), seen, top_k)
         chosen = torch.empty((1, -(-top_k // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
         for many in SELECT_BLOCKS:
             _keep_best_of(float32.new_zeros((1, most)), seen, top_k, chosen, many)
@@ -73,6 +75,7 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
         visible.most,
         H=h,
         D=i,
+        B=keys.shape[1] if is_packed(keys) else 0,
         SPAN=SPAN,
         BLOCK_H=max(16, triton.next_power_of_2(h)),
         BLOCK_D=max(16, triton.next_power_of_2(i)),
@@ -115,7 +118,7 @@ def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, 
 def _score(  # type: ignore[no-untyped-def]
     query,  # [n, h, i]
     weights,  # [n, h]
-    keys,  # [*, i]
+    keys,  # [*, i], or packed [*, B]
     slots,  # [B, E]
     rows,  # [n]
     counts,  # [n]
@@ -124,6 +127,7 @@ def _score(  # type: ignore[no-untyped-def]
     most,
     H: tl.constexpr,
     D: tl.constexpr,
+    B: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -144,8 +148,12 @@ def _score(  # type: ignore[no-untyped-def]
     for start in range(begin, min(begin + SPAN, count), BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
         live = e < count
-        row = keys + tl.load(own_slots + e, mask=live, other=0) * D
-        key = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0).to(OPERAND)
+        slot = tl.load(own_slots + e, mask=live, other=0)
+        if B > 0:
+            key = load_index_keys(keys, slot, live, D, B, OPERAND)
+        else:
+            row = keys + slot * D
+            key = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0).to(OPERAND)
         products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         total = tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
         tl.store(scores + t * most + e, total, mask=live)
