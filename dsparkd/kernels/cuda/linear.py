@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.launch import EARLY, fetch_ahead, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
@@ -38,7 +38,6 @@ SPLIT_INPUTS = 512  # the least inputs of a split
 SPLIT_PROGRAMS = 256  # more programs than these are not made by splits of the inputs of one row tile
 LARGE_PROGRAMS = 96  # with fewer of the largest tiles, smaller ones are faster
 SPREAD_PROGRAMS = 128  # with fewer programs, each split gets one of its own
-AHEAD_BYTES = 40 << 20  # a weight of at most so many is read ahead of its inputs: it fits into the cache beside others
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 
@@ -64,7 +63,6 @@ class TritonLinear:
         self._wide = wide
         self._choose = choose or choose_tiles
         self._splits = splits_of(*weight.shape)
-        self._is_ahead = _can_be_ahead(self._values, self._splits)
         self._arrivals = torch.zeros(SPREAD_PROGRAMS, dtype=torch.int32, device=weight.values.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -115,7 +113,6 @@ class TritonLinear:
             OPERAND=operand(x),
             PRECISION=precision(x),
             EVEN=O % tiles.outputs == 0 and I % tiles.inputs == 0,
-            AHEAD=self._is_ahead,
             GROUP=GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.outputs,
@@ -132,12 +129,6 @@ class TritonLinear:
         outputs = self._shape[0]
         programs = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs)
         return self._splits > 1 and programs < SPREAD_PROGRAMS
-
-
-def _can_be_ahead(values: Tensor, splits: int) -> bool:
-    """Whether the weight [O, words] is small enough to be read ahead, and each split of a row in whole sixteens."""
-    num_bytes, rest = divmod(values.shape[1] * values.itemsize, splits)
-    return values.nbytes <= AHEAD_BYTES and not (rest or num_bytes % 16 or values.data_ptr() % 16)
 
 
 def splits_of(outputs: int, inputs: int) -> int:
@@ -189,13 +180,13 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
-    AHEAD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """out [M, O] = x times the weight, one tile. The weight is the left operand: its many rows fill the matrix unit."""
+    follow_alone()
     program = tl.program_id(0)
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
     num_blocks = tl.cdiv(outputs, BLOCK_N)
@@ -212,18 +203,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     places = rows[:, None] * outputs + column[None, :]
     mask = row_ok[:, None] & column_ok[None, :]
     LENGTH: tl.constexpr = INPUTS // SPLITS
-    WORD_BYTES: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
-    WORDS: tl.constexpr = INPUTS // 8 if FORMAT == 2 else INPUTS // 4 if FORMAT == 1 else INPUTS  # of a row
-    split = tl.program_id(1)
-    if AHEAD:  # noqa: SIM102 - this one is decided when the kernel is compiled
-        if num_tiles == 1:  # few rows wait for the weight's bytes, and many for their own products
-            own = values + tl.minimum(column, outputs - 1).to(tl.int64) * WORDS
-            if SPREAD:
-                fetch_ahead(own + split * (WORDS // SPLITS), WORDS // SPLITS * WORD_BYTES)
-            else:
-                fetch_ahead(own, WORDS * WORD_BYTES)
-    follow()
     if SPREAD:
+        split = tl.program_id(1)
         total = _sum_inputs(
             inputs, values, scales, column, column_ok, row_ok, split * LENGTH,
             LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
