@@ -96,7 +96,8 @@ def round_queries(queries: Tensor) -> Tensor:
     if queries.is_cuda:
         from dsparkd.kernels.cuda import packed as triton_packed  # a cpu start imports no triton
 
-        return triton_packed.round_queries(queries)
+        rounded: Tensor = triton_packed.round_queries(queries)
+        return rounded
     rows = queries.view(-1, queries.shape[-1])
     return unpack_index(pack_index(rows), rows.shape[1], queries.dtype).view(queries.shape)
 

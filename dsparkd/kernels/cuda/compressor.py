@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.attention import rotate_pairs
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.packed import SPAN as SPAN_OF_SCALE
 from dsparkd.kernels.cuda.packed import block_of, store_index_key, store_key, tails_of
 from dsparkd.kernels.packed import is_packed
@@ -77,6 +77,7 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         entries.pages,
         tails_of(entries.pages),
         other.pages,
+        min(entries.pages.shape[0], other.pages.shape[0]),
         eps,
         WIDTH=width,
         KEY_WIDTH=key_width,
@@ -92,6 +93,7 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         BLOCK_D=(block_of if packed else triton.next_power_of_2)(max(width, key_width)),
         num_warps=8,
         launch_pdl=EARLY,
+        sanitize_overflow=False,
     )
 
 
@@ -117,7 +119,7 @@ def prepare(
     close_entries(rows, rows, closing, 1.0, Part(norm, kept[0], dtype), keys)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["num_kept"])  # type: ignore[untyped-decorator]
 def _close(  # type: ignore[no-untyped-def]
     rows,  # [T, w]
     ring,  # [*, w]
@@ -130,6 +132,7 @@ def _close(  # type: ignore[no-untyped-def]
     pages,  # [*, WIDTH], or packed [*, B]
     tails,  # the same memory as bfloat16, where packed
     key_pages,  # [*, KEY_WIDTH], or packed [*, KEY_B]
+    num_kept,
     eps,
     WIDTH: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
@@ -144,9 +147,12 @@ def _close(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    follow()
+    follow_alone()
     n = tl.program_id(0).to(tl.int64)
-    if tl.load(places + n) < 0:  # padding of a captured shape: most steps close fewer entries than it has room for
+    place = tl.load(places + n)
+    tl.device_assert(place < num_kept, "compressor.close_entries: an entry is kept behind its pages")
+    # Padding of a captured shape: most steps close fewer entries than it has room for.
+    if (place < 0) | (place >= num_kept):
         return
     if tl.program_id(1) == 0:
         _close_part(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.packed import load_index_keys
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
@@ -111,6 +111,7 @@ def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, 
         BLOCK=block,
         num_warps=warps,
         launch_pdl=EARLY,
+        sanitize_overflow=False,
     )
 
 
@@ -135,7 +136,7 @@ def _score(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    follow()
+    follow_alone()
     t = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * SPAN
     count = tl.load(counts + t).to(tl.int32)
@@ -169,7 +170,7 @@ def _ordered(scores, e, live):  # type: ignore[no-untyped-def]
     return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
-@triton.jit(do_not_specialize=["E", "most"])  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["E", "most"])  # type: ignore[untyped-decorator]
 def _keep_best(  # type: ignore[no-untyped-def]
     scores,  # [n, most]
     slots,  # [B, E]
@@ -183,7 +184,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    follow()
+    follow_alone()
     t = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + t).to(tl.int32)
     own = scores + t * most
@@ -222,8 +223,9 @@ def _keep_best(  # type: ignore[no-untyped-def]
         kept = live & ((key > least) | ((equal > 0) & (before < room)))
         ones = kept.to(tl.int32)
         place = num_kept + tl.cumsum(ones, 0) - ones
-        tl.store(target + place, tl.load(own_slots + e, mask=kept, other=0), mask=kept)
+        tl.store(target + place, tl.load(own_slots + e, mask=kept, other=0), mask=kept & (place < WIDTH))
         num_kept += tl.sum(ones, 0)
         num_equal += tl.sum(equal, 0)
+    tl.device_assert(num_kept <= TOP_K, "indexer.keep_best: more entries are kept than there is room for")
     w = tl.arange(0, BLOCK_W)
     tl.store(target + w, tl.zeros([BLOCK_W], tl.int64), mask=(w >= num_kept) & (w < WIDTH))

@@ -42,6 +42,7 @@ def store(ring: Tensor, dst: Tensor, keys: Tensor, src: Tensor, rotary: int) -> 
             keys,
             src,
             ring.shape[0],
+            keys.shape[0],
             D=width,
             R=rotary,
             B=ring.shape[1],
@@ -149,13 +150,14 @@ def store_key(  # type: ignore[no-untyped-def]
     tl.store(tail, x.to(tl.bfloat16), mask=(c >= D - R) & (c < D))
 
 
-@triton.jit(debug=True)  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["num_kept", "num_rows"])  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def]
-    ring,  # [num_rows, B]
+    ring,  # [num_kept, B]
     tails,
     dst,
-    keys,  # [T, d]
+    keys,  # [num_rows, d]
     src,
+    num_kept,
     num_rows,
     D: tl.constexpr,
     R: tl.constexpr,
@@ -166,10 +168,12 @@ def _store(  # type: ignore[no-untyped-def]
     follow()
     k = tl.program_id(0)
     place = tl.load(dst + k)
-    tl.device_assert(place < num_rows, "a key is stored behind its ring")
-    if (place >= 0) & (place < num_rows):
+    source = tl.load(src + k)
+    fits = (place < num_kept) & (source >= 0) & (source < num_rows)
+    tl.device_assert((place < 0) | fits, "packed.store: a key is kept behind its ring, or is none of the step's")
+    if (place >= 0) & fits:
         c = _column(BLOCK_D)
-        x = tl.load(keys + tl.load(src + k) * D + c, mask=c < D, other=0.0).to(tl.float32)
+        x = tl.load(keys + source * D + c, mask=c < D, other=0.0).to(tl.float32)
         store_key(x, ring, tails, place, D, R, B, SCALES, BLOCK_D)
 
 
