@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
 from dsparkd.kernels.cuda.packed import block_of, load_keys, tails_of
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
@@ -283,7 +283,7 @@ def _attend(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    follow()
+    follow_alone()
     t = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
     part = 0
