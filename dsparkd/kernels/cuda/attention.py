@@ -30,11 +30,19 @@ from dsparkd.kernels.row_layout import scales_at
 HEAD_ROWS = 8  # vectors that one program norms and rotates
 PART = 512  # entries of one part: as many as an indexer chooses, whose tokens have one part and need no sum
 PART_BYTES = 256 << 20  # of parts' results that may lie in memory at once
+HALVED = 512  # columns of a head that two programs share
+ARRIVALS = 8192  # programs that may wait for each other's parts
 SUM_COLUMNS = 64  # of a head, in which parts are added at once
 
 
 class TritonAttention:
-    """Form for cuda. Implements AttentionKernel."""
+    """Form for cuda. Implements AttentionKernel.
+
+    One call at a time: the counters of arrived parts are kept, and zero between calls.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: Tensor | None = None
 
     def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """See AttentionKernel. The first context of more than one part comes long after the first step."""
@@ -77,8 +85,11 @@ class TritonAttention:
         n, H, d = queries.shape
         num_parts = 1 if entries is None else max(1, triton.cdiv(entries.slots.shape[1], PART))
         step = n
+        if self._arrivals is None:
+            self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=queries.device)
         if num_parts > 1:  # whole sixteens: Triton compiles anew for pointers that are aligned to less than that
-            step = max(16, PART_BYTES // (4 * num_parts * H * (d + 2)) // 16 * 16)
+            most = ARRIVALS // (2 * triton.cdiv(H, 16))
+            step = max(16, min(most, PART_BYTES // (4 * num_parts * H * (d + 2))) // 16 * 16)
         for start in range(0, n, step):
             few = slice(start, min(start + step, n))
             _attend_few(
@@ -89,6 +100,7 @@ class TritonAttention:
                 inverse.rows(few),
                 output[few],
                 num_parts,
+                self._arrivals,
             )
 
 
@@ -107,17 +119,16 @@ def _attend_few(
     inverse: Rotation,
     output: Tensor,
     num_parts: int,
+    arrivals: Tensor,
 ) -> None:
-    """Attend with room for the results of num_parts parts a token."""
+    """Attend with room for the results of num_parts parts a token; arrivals: zeros, and zeros again behind it."""
     n, H, d = queries.shape
     packed = is_packed(window.ring)
     tile = _Tile(H, d, queries.dtype, packed)
-    num_blocks = triton.cdiv(H, tile.heads)
+    num_blocks = triton.cdiv(H, tile.heads) * tile.halves
     mixes = sums = sink  # not written where a token has one part
-    arrivals = window.first
     if num_parts > 1:
         mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
-        arrivals = torch.zeros((n, num_blocks), dtype=torch.int64, device=queries.device)
     # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds,
     # and a second one any number of parts above one, whose sum takes registers from the rest.
     slots = window.sources if entries is None else entries.slots
@@ -154,6 +165,7 @@ def _attend_few(
         B=window.ring.shape[1] if packed else 0,
         SCALES=scales_at(d, rotary) if packed else 0,
         PART=PART,
+        HALVES=tile.halves,
         BLOCK_H=tile.heads,
         BLOCK_D=tile.width,
         BLOCK_K=tile.keys,
@@ -180,7 +192,11 @@ class _Tile:
             self.keys, self.stages = 32 if packed else 64, 3
         else:
             self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
-        self.warps = 8 if self.heads * self.width >= 64 * 256 else 4
+        # Heads by 512 columns fill the registers of two warp groups, of which each would multiply all by all keys: so
+        # two programs take a half of the columns each, and share nothing but the keys.
+        self.halves = 2 if dtype == torch.bfloat16 and not packed and width == HALVED else 1
+        self.width //= self.halves
+        self.warps = 8 if self.heads * self.width >= 64 * 512 else 4
 
 
 def norm_and_rotate(
@@ -231,10 +247,24 @@ def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, d] of a softmax."""
+def _columns(row, c, D: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns c of the rows at these pointers [K], zeros past the width; halves have none there."""
+    if HALVES == 2:
+        return tl.load(row[:, None] + c[None, :])
+    else:
+        return tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fold(  # type: ignore[no-untyped-def]
+    q, keys, other_q, other_keys, live, top, total, mixed,
+    HALVES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, columns] of a softmax."""
     keys = keys.to(OPERAND)
     logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if HALVES == 2:  # both programs add the same two numbers, so their shares are the same to the bit
+        logits += tl.dot(other_q, tl.trans(other_keys.to(OPERAND)), input_precision=PRECISION)
     logits = tl.where(live[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     shares = tl.exp(logits - new_top[:, None])
@@ -276,6 +306,7 @@ def _attend(  # type: ignore[no-untyped-def]
     B: tl.constexpr,
     SCALES: tl.constexpr,
     PART: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -283,6 +314,7 @@ def _attend(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """HALVES: of the columns; each of two programs makes its own half of a head's, from the shares of both."""
     follow_alone()
     t = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
@@ -293,11 +325,17 @@ def _attend(  # type: ignore[no-untyped-def]
         end = tl.minimum(count, (part + 1) * PART)
         if part * PART >= tl.maximum(count, 1):  # the first part has the window, whatever else
             return
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    c = tl.arange(0, BLOCK_D)
+    half = tl.program_id(1) % HALVES
+    h = tl.program_id(1) // HALVES * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = half * BLOCK_D + tl.arange(0, BLOCK_D)
+    other_c = (HALVES - 1 - half) * BLOCK_D + tl.arange(0, BLOCK_D)
     own = (t * H + h)[:, None] * D + c[None, :]
     real = (h < H)[:, None] & (c < D)[None, :]
     q = tl.load(queries + own, mask=real, other=0.0).to(OPERAND)
+    other_q = q
+    if HALVES == 2:
+        other_q = tl.load(queries + (t * H + h)[:, None] * D + other_c[None, :], mask=(h < H)[:, None], other=0.0)
+        other_q = other_q.to(OPERAND)
     # The sink is a key of no value: it starts the first part's maximum, and its denominator with e^0.
     top = tl.load(sink + h, mask=h < H, other=0.0)
     total = tl.full([BLOCK_H], 1.0, tl.float32)
@@ -323,8 +361,11 @@ def _attend(  # type: ignore[no-untyped-def]
             keys = tl.where(fresh, tl.load(row[:, None] + c[None, :], mask=fresh, other=0.0).to(OPERAND), keys)
         else:
             row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
-            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
-        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+            keys = _columns(row, c, D, HALVES)
+        other_keys = keys
+        if HALVES == 2:
+            other_keys = _columns(row, other_c, D, HALVES)
+        top, total, mixed = _fold(q, keys, other_q, other_keys, live, top, total, mixed, HALVES, OPERAND, PRECISION)
     own_slots = slots + t * E
     if by_rows:
         own_slots = slots + tl.load(rows + t) * E
@@ -336,8 +377,11 @@ def _attend(  # type: ignore[no-untyped-def]
             keys = load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
         else:
             row = entries + slot * D
-            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
-        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+            keys = _columns(row, c, D, HALVES)
+        other_keys = keys
+        if HALVES == 2:
+            other_keys = _columns(row, other_c, D, HALVES)
+        top, total, mixed = _fold(q, keys, other_q, other_keys, live, top, total, mixed, HALVES, OPERAND, PRECISION)
 
     if MANY_PARTS:
         live_parts = (count + PART - 1) // PART
@@ -349,23 +393,24 @@ def _attend(  # type: ignore[no-untyped-def]
             tl.store(own_sums + H + h, total, mask=h < H)
             # Every thread's stores come before the arrival, and the last arrival before any load of others' parts.
             tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + t * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
-            if arrived == live_parts - 1:
+            arrival = arrivals + t * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == live_parts - 1:
+                tl.store(arrival, 0)
                 _add_parts(
                     mixes + first_part * H * D, sums + first_part * 2 * H, output, cos, sin, t, h, live_parts,
-                    H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
+                    half * BLOCK_D, H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
                 )  # fmt: skip
             return
-    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
+    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D, half * BLOCK_D)
     tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_parts(  # type: ignore[no-untyped-def]
-    mixes, sums, output, cos, sin, t, h, live_parts,
+    mixes, sums, output, cos, sin, t, h, live_parts, first_column,
     H, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of token t in their order: mixes [P, H, d], sums [P, 2, H], heads h."""
+    """Add the parts of token t in their order: mixes [P, H, d], sums [P, 2, H], heads h, BLOCK_D columns."""
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for part in range(live_parts):
         top = tl.maximum(top, tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg"))
@@ -374,7 +419,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
         own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
         own_total = tl.load(sums + part * 2 * H + H + h, mask=h < H, other=1.0, cache_modifier=".cg")
         total += own_total * tl.exp(own_top - top)
-    for column in range(0, BLOCK_D, BLOCK_C):
+    for column in range(first_column, first_column + BLOCK_D, BLOCK_C):
         c = column + tl.arange(0, BLOCK_C)
         real = (h < H)[:, None] & (c < D)[None, :]
         mixed = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
