@@ -52,6 +52,17 @@ MIDDLE = (
     Tiles(64, 64, 128, 4, 4),
     Tiles(64, 64, 128, 4, 3, 128),
     Tiles(64, 128, 128, 8, 3),
+    Tiles(32, 128, 128, 8, 4, held=True),
+    Tiles(64, 128, 128, 8, 4, held=True),
+)
+LARGE = (
+    Tiles(256, 128, 128, 8, 3),
+    Tiles(256, 64, 128, 8, 3),
+    Tiles(128, 128, 128, 8, 3),
+    Tiles(128, 128, 128, 8, 2),
+    Tiles(64, 128, 128, 8, 4, held=True),
+    Tiles(64, 128, 128, 8, 3),
+    Tiles(64, 64, 128, 4, 3),
 )
 MANY = (
     Tiles(256, 64, 128, 8, 3),
@@ -98,12 +109,12 @@ def trials(only: str) -> Iterator[Trial]:
         (Place("experts", Format.FP4, 16), FEW),
         (Place("experts", Format.FP4, 128), FEW),
         (Place("experts", Format.FP4, DECODE_ROWS), MIDDLE),
-        (Place("experts", Format.FP4, PREFILL_ROWS), MANY[:5]),
-        (Place("linear", Format.FP8, 64, 4096, 4096), FEW[:2] + MIDDLE[-5:]),
-        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE[-5:] + MANY[1:4]),
+        (Place("experts", Format.FP4, PREFILL_ROWS), LARGE),
+        (Place("linear", Format.FP8, 64, 4096, 4096), FEW[:2] + MIDDLE[3:8]),
+        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE[3:8] + MANY[1:4]),
         (Place("linear", Format.FP8, PREFILL_ROWS, 4096, 4096), MANY[1:]),
         (Place("linear", Format.FP8, 16, 8192, 4096), FEW),
-        (Place("linear", Format.DENSE, 384, 4096, 129280), MIDDLE[-4:] + MANY[1:4]),
+        (Place("linear", Format.DENSE, 384, 4096, 129280), MIDDLE[4:8] + MANY[1:4]),
         (Place("linear", Format.DENSE, PREFILL_ROWS, 4096, 2560), MANY[1:]),
     ):
         if place.kernel.startswith(only):

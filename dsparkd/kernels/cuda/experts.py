@@ -24,8 +24,10 @@ from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
     TURNED_ROWS,
     Tiles,
+    blocks_of,
     in_pieces,
     input_tile,
+    packed_tile,
     turn,
     turned_place,
     weight_tile,
@@ -108,7 +110,9 @@ class TritonExperts:
         is_turned = is_packed and max(len(x), tiles.rows) >= TURNED_ROWS and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
-        _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
+        # Tiles of 128 outputs of a packed weight have 64 of each half.
+        outputs = min(tiles.outputs, 64) if is_packed else tiles.outputs
+        _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, outputs),)](
             x,
             *self._w13,
             layout.choices,
@@ -128,11 +132,12 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=width % tiles.outputs == 0 and x.shape[1] % tiles.inputs == 0,
+            EVEN=width % outputs == 0 and x.shape[1] % tiles.inputs == 0,
             HELD=tiles.held,
             GROUP=GROUP_TILES,
             BLOCK_M=tiles.rows,
-            BLOCK_N=tiles.outputs,
+            BLOCK_N=outputs,
+            JOINED=tiles.outputs > outputs,
             BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -185,8 +190,8 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     return (
         Tiles(16, 64, 128, 4, 4, held=True),
         Tiles(32, 64, 128, 4, 4, held=True),
-        Tiles(64, 64, 128, 4, 3),
-        Tiles(256, 64, 128, 8, 3),
+        Tiles(64, 128, 128, 8, 4, held=True),
+        Tiles(256, 128, 128, 8, 3),
     )
 
 
@@ -355,6 +360,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    JOINED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """hidden [A, I] = share * silu(min(gate, limit)) * clamp(up) for one tile of slots and one block of I.
@@ -372,6 +378,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     column_ok = column < EXPERT_WIDTH
     section, start = expert.to(tl.int64) * 2, block * BLOCK_N
     LAST: tl.constexpr = (WIDTH - 1) // BLOCK_K * BLOCK_K
+    both = tl.zeros((2 * BLOCK_N, BLOCK_M), tl.float32)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     starts = x + rows * WIDTH
@@ -382,14 +389,23 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), WIDTH, TURN, EVEN, BLOCK_K)
         else:
             part = tl.trans(input_tile(starts, real, k, WIDTH, TURN, EVEN, BLOCK_K)).to(OPERAND)
-        gate_part = weight_tile(
-            values, scales, section, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
-        )
-        gate = tl.dot(gate_part, part, gate, input_precision=PRECISION)
-        up_part = weight_tile(
-            values, scales, section + 1, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
-        )
-        up = tl.dot(up_part, part, up, input_precision=PRECISION)
+        if JOINED:
+            blocks = blocks_of(EXPERT_WIDTH)
+            weight_part = packed_tile(
+                values, scales, section * blocks + block, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N
+            )
+            both = tl.dot(weight_part, part, both, input_precision=PRECISION)
+        else:
+            gate_part = weight_tile(
+                values, scales, section, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
+            )
+            gate = tl.dot(gate_part, part, gate, input_precision=PRECISION)
+            up_part = weight_tile(
+                values, scales, section + 1, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
+            )
+            up = tl.dot(up_part, part, up, input_precision=PRECISION)
+    if JOINED:
+        gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     share = tl.load(shares + choice, mask=real, other=0.0)

@@ -96,24 +96,37 @@ def weight_tile(  # type: ignore[no-untyped-def]
         return tl.load(places, mask=(row < height)[:, None] & (columns[None, :] < width), other=0.0).to(OPERAND)
     else:
         tl.static_assert(BLOCK_K == 128)
-        steps = (width + 127) // 128
-        blocks = (height + 127) // 128 * 2
-        piece = (section * blocks + start // 64) * steps + k // 128
-        words = _words_of(values, piece, steps, FORMAT, BLOCK_N)
-        pair = (section * blocks + start // 64) * ((steps + 1) // 2) + k // 256
-        scale = _scales_of(scales, pair, (steps + 1) // 2, k // 128 % 2, FORMAT, BLOCK_N)
-        if FORMAT == 1:
-            return _fp8_tile(words, scale, OPERAND, BLOCK_N)
-        else:
-            return _fp4_tile(words, scale, OPERAND, BLOCK_N)
+        block = section * blocks_of(height) + start // 64
+        return packed_tile(values, scales, block, 1, k, width, FORMAT, OPERAND, BLOCK_N)
+
+
+@triton.jit
+def blocks_of(height):  # type: ignore[no-untyped-def]
+    """Blocks of 64 rows that a section of a packed weight lies in."""
+    return (height + 127) // 128 * 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _words_of(values, piece, steps, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of a tile's pieces, of which the second is `steps` further: [BLOCK_N, words of 128 columns] int32."""
+def packed_tile(  # type: ignore[no-untyped-def]
+    values, scales, block, distance, k, width, FORMAT: tl.constexpr, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Columns k .. k + 128 of a block of 64 rows, and of BLOCK_N = 128 of the one so many blocks further, too."""
+    steps = (width + 127) // 128
+    pairs = (steps + 1) // 2
+    words = _words_of(values, block * steps + k // 128, distance * steps, FORMAT, BLOCK_N)
+    scale = _scales_of(scales, block * pairs + k // 256, distance * pairs, k // 128 % 2, FORMAT, BLOCK_N)
+    if FORMAT == 1:
+        return _fp8_tile(words, scale, OPERAND, BLOCK_N)
+    else:
+        return _fp4_tile(words, scale, OPERAND, BLOCK_N)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _words_of(values, piece, distance, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of a tile's pieces, of which the second is so much further: [BLOCK_N, words of 128 columns] int32."""
     SIZE: tl.constexpr = 2048 if FORMAT == 1 else 1024
     index = tl.arange(0, BLOCK_N * 8)  # of 16 bytes a thread: a half, and a quarter of it
-    places = values + piece * SIZE + (index // 512 * (steps * SIZE) + index % 512 if BLOCK_N > 64 else index)
+    places = values + piece * SIZE + (index // 512 * (distance * SIZE) + index % 512 if BLOCK_N > 64 else index)
     if FORMAT == 1:
         first = tl.join(tl.load(places), tl.load(places + 1024))
         words = tl.join(first, tl.join(tl.load(places + 512), tl.load(places + 1536)))  # [.., half, quarter]
@@ -127,7 +140,7 @@ def _words_of(values, piece, steps, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales_of(  # type: ignore[no-untyped-def]
-    scales, pair, pairs, second, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
+    scales, pair, distance, second, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Codes of their scales of every 32 columns [BLOCK_N, 4] int32; second: 1 for the second piece of a pair, else 0.
 
@@ -135,7 +148,7 @@ def _scales_of(  # type: ignore[no-untyped-def]
     """
     SIZE: tl.constexpr = 32 if FORMAT == 1 else 128
     lane = tl.arange(0, BLOCK_N * 2)
-    own = lane % 128 // (128 // SIZE) + (lane // 128 * (pairs * SIZE) if BLOCK_N > 64 else 0)
+    own = lane % 128 // (128 // SIZE) + (lane // 128 * (distance * SIZE) if BLOCK_N > 64 else 0)
     both = tl.load(scales + pair * SIZE + own) >> (16 * second)
     halves = tl.reshape(tl.join(both & 255, (both >> 8) & 255), (BLOCK_N // 64, 4, 8, 4, 2))
     return tl.reshape(tl.permute(halves, (0, 1, 4, 2, 3)), (BLOCK_N, 4))
