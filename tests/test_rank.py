@@ -338,8 +338,8 @@ import ctypes, dsparkd.executor.executor as module
 def hang(self, plan, counts):
     if plan.rows and plan.rows[0].request_id == "hang":
         ctypes.PyDLL(None).sleep(60)
-    return step(self, plan, counts)
-step, module.Executor.step = module.Executor.step, hang
+    return launch(self, plan, counts)
+launch, module.Executor.launch = module.Executor.launch, hang
 """
     watchdog = msgspec.convert({"tick_timeout_s": 1.5}, WatchdogConfig)
     exchange = msgspec.convert({"timeout_s": 1.0}, ExchangeConfig)

@@ -91,9 +91,13 @@ HEADER = "sampling rule                rule         draws  chi2      degrees  p 
 
 
 class World:
-    """The target's and the drafter's logits in every context, and the masks of a grammar. All of it fixed."""
+    """The target's and the drafter's logits in every context, and the masks of a grammar. All of it fixed.
 
-    def __init__(self) -> None:
+    device: where rounds are played, with the operations and kernels that serve there.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
         generator = torch.Generator().manual_seed(6)
         bigram = torch.randn(V, V, generator=generator) * 1.5
         wrong = torch.randn(V, V, generator=generator) * 0.7
@@ -107,12 +111,15 @@ class World:
         self.allowed[ANCHOR, self.drafter[0].argmax()] = True  # or one_hot drafts would all be refused at once
         self.words = (self.allowed[last].int() << torch.arange(V)).sum(dim=1, keepdim=True, dtype=torch.int32)
         self.allowed = self.allowed[last]
+        # Drawn and added up on the cpu, so that every device has the same ones.
+        self.target, self.drafter = self.target.to(device), self.drafter.to(device)
+        self.words, self.allowed = self.words.to(device), self.allowed.to(device)
 
     @staticmethod
     def context(drafts: Tensor, depth: int) -> Tensor:
         """Index of the context of the first `depth` of drafts [N, K]: [N] int64."""
         if depth == 0:
-            return torch.zeros(drafts.shape[0], dtype=torch.int64)
+            return torch.zeros(drafts.shape[0], dtype=torch.int64, device=drafts.device)
         if depth == 1:
             return 1 + drafts[:, 0]
         return 1 + V + drafts[:, 0] * V + drafts[:, 1]
@@ -121,37 +128,37 @@ class World:
 WORLD = World()
 
 
-def play(case: Case, rule: Rule, draws: int = DRAWS, first_seed: int = 0) -> Result:
+def play(case: Case, rule: Rule, draws: int = DRAWS, first_seed: int = 0, world: World = WORLD) -> Result:
     """Play that many rounds, each of which emits an id or more, and test all that they emit."""
     count = draws
-    seeds = torch.arange(first_seed, first_seed + count)
+    seeds = torch.arange(first_seed, first_seed + count, device=world.device)
     keys = accept.NoiseKeys(seeds, torch.zeros_like(seeds), torch.full_like(seeds, ANCHOR_POSITION))
-    drafts, draft_probs = _draft(case, rule, keys)
+    drafts, draft_probs = _draft(case, rule, keys, world)
     # A third of the rounds each: all drafts verified, one, none. The rounds' numbers decide, so no draft does.
-    verify_lens = torch.arange(count) % (K + 1)
-    block = accept.Block(drafts, verify_lens, _usable_rows(case, drafts, verify_lens))
-    sampler = Sampler([True] * V, (EOS,), CPU)
+    verify_lens = torch.arange(count, device=world.device) % (K + 1)
+    block = accept.Block(drafts, verify_lens, _usable_rows(case, drafts, verify_lens, world))
+    sampler = Sampler([True] * V, (EOS,), world.device)
     exact = sampler.distributions(
-        WORLD.target.clone(),
-        [_row(case, c, c, c if case.masked else None, 0) for c in range(len(WORLD.contexts))],
-        _words(case),
+        world.target.clone(),
+        [_row(case, c, c, c if case.masked else None, 0) for c in range(len(world.contexts))],
+        _words(case, world),
     )
     if rule == "coupled":
-        accepted = accept.accept_coupled(block, _choose(case, sampler, block, seeds))
+        accepted = accept.accept_coupled(block, _choose(case, sampler, block, seeds, world))
     else:
-        target_probs = torch.stack([exact[WORLD.context(drafts, depth)] for depth in range(K + 1)], dim=1)
+        target_probs = torch.stack([exact[world.context(drafts, depth)] for depth in range(K + 1)], dim=1)
         accepted = accept.accept_rejection(block, draft_probs, target_probs, keys)
     return _judge(case, rule, accepted, exact)
 
 
-def _draft(case: Case, rule: Rule, keys: accept.NoiseKeys) -> tuple[Tensor, Tensor]:
+def _draft(case: Case, rule: Rule, keys: accept.NoiseKeys, world: World) -> tuple[Tensor, Tensor]:
     """Draft as the drafter does under a rule: ids [N, K], and what they were drawn from [N, K, V]."""
     count = keys.seeds.shape[0]
-    ids = torch.zeros((count, K), dtype=torch.int64)
-    probs = torch.zeros((count, K, V))
+    ids = torch.zeros((count, K), dtype=torch.int64, device=world.device)
+    probs = torch.zeros((count, K, V), device=world.device)
     temperature = case.sampling.temperature
     for depth in range(K):
-        scores = WORLD.drafter[WORLD.context(ids, depth)]
+        scores = world.drafter[world.context(ids, depth)]
         if case.one_hot or temperature == 0:
             ids[:, depth] = scores.argmax(dim=-1)
             probs[:, depth] = accept.one_hot(ids[:, depth], V)
@@ -163,24 +170,24 @@ def _draft(case: Case, rule: Rule, keys: accept.NoiseKeys) -> tuple[Tensor, Tens
     return ids, probs
 
 
-def _usable_rows(case: Case, drafts: Tensor, verify_lens: Tensor) -> Tensor:
+def _usable_rows(case: Case, drafts: Tensor, verify_lens: Tensor, world: World) -> Tensor:
     """Rows that a walk along the drafts has masks for: none behind a refused id, none behind EOS. [N] int64."""
-    rows = torch.ones(drafts.shape[0], dtype=torch.int64)
+    rows = torch.ones(drafts.shape[0], dtype=torch.int64, device=world.device)
     if not case.masked:
         return rows + K
     open_ = torch.ones_like(rows, dtype=torch.bool)
     for depth in range(K):
         ids = drafts[:, depth]
-        legal = WORLD.allowed[WORLD.context(drafts, depth)].gather(1, ids[:, None]).squeeze(1)
+        legal = world.allowed[world.context(drafts, depth)].gather(1, ids[:, None]).squeeze(1)
         open_ &= legal & (ids != EOS)
         rows += open_
     # In every seventh round the walk ran out of time behind its first row.
-    rows[torch.arange(len(rows)) % 7 == 0] = 1
+    rows[::7] = 1
     return torch.minimum(rows, verify_lens + 1)
 
 
-def _words(case: Case) -> Tensor | None:
-    return WORLD.words if case.masked else None
+def _words(case: Case, world: World) -> Tensor | None:
+    return world.words if case.masked else None
 
 
 def _row(case: Case, logits_row: int, context: int, mask_row: int | None, seed: int) -> SampleRow:
@@ -189,7 +196,7 @@ def _row(case: Case, logits_row: int, context: int, mask_row: int | None, seed: 
     return SampleRow(logits_row, sampling, PROMPT, outputs, ANCHOR_POSITION + len(outputs), mask_row)
 
 
-def _choose(case: Case, sampler: Sampler, block: accept.Block, seeds: Tensor) -> Tensor:
+def _choose(case: Case, sampler: Sampler, block: accept.Block, seeds: Tensor, world: World) -> Tensor:
     """Let the target choose at every row that counts, as plain decoding would: [N, K+1] int64.
 
     Rows without a mask of their own are free to choose anything, and rows that the target has not seen repeat the
@@ -197,27 +204,29 @@ def _choose(case: Case, sampler: Sampler, block: accept.Block, seeds: Tensor) ->
     """
     drafts = block.draft_ids
     ids = torch.cat((drafts, drafts[:, :1]), dim=1)
-    live = torch.arange(len(seeds))
+    live = torch.arange(len(seeds), device=world.device)
     for depth in range(K + 1):
         live = live[block.verify_lens[live] >= depth]
-        contexts = WORLD.context(drafts[live], depth)
+        contexts = world.context(drafts[live], depth)
         has_mask = (block.usable_rows[live] > depth) & case.masked
         keys = zip(contexts.tolist(), has_mask.tolist(), seeds[live].tolist(), strict=True)
         rows = [_row(case, i, c, c if masked else None, seed) for i, (c, masked, seed) in enumerate(keys)]
-        ids[live, depth] = torch.tensor(sampler.choose(WORLD.target[contexts], rows, words=_words(case)).token_ids)
+        chosen = sampler.choose(world.target[contexts], rows, words=_words(case, world)).token_ids
+        ids[live, depth] = torch.tensor(chosen, device=world.device)
         if depth < K:
             live = live[ids[live, depth] == drafts[live, depth]]
     return ids
 
 
 def _judge(case: Case, rule: Rule, accepted: accept.Accepted, exact: Tensor) -> Result:
-    """Compare counts with probabilities, context by context."""
+    """Compare counts with probabilities, context by context, on the cpu."""
+    exact, lens, ids = exact.cpu(), accepted.lens.cpu(), accepted.ids.cpu()
     counts = torch.zeros(len(WORLD.contexts), V, dtype=torch.float64)
     for depth in range(K + 1):
-        here = accepted.lens >= depth
+        here = lens >= depth
         # What comes behind an accepted draft has that draft in front of it.
-        contexts = WORLD.context(accepted.ids[here].clamp(min=0), depth)
-        cells = contexts * V + accepted.ids[here, depth]
+        contexts = WORLD.context(ids[here].clamp(min=0), depth)
+        cells = contexts * V + ids[here, depth]
         counts.view(-1).index_add_(0, cells, torch.ones(len(cells), dtype=torch.float64))
     total = counts.sum(dim=1, keepdim=True)
     impossible = int(counts[exact == 0].sum())
@@ -227,7 +236,7 @@ def _judge(case: Case, rule: Rule, accepted: accept.Accepted, exact: Tensor) -> 
         chi_square += sum((seen - wanted) ** 2 / wanted for seen, wanted in merged)
         degrees += max(0, len(merged) - 1)
     p_value = _tail(chi_square, degrees)
-    lengths = (accepted.lens + 1).double().mean()
+    lengths = (lens + 1).double().mean()
     return Result(case.name, rule, int(total.sum()), chi_square, degrees, p_value, impossible, float(lengths))
 
 

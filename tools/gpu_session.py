@@ -1,9 +1,11 @@
 """What a session on the GPU host runs, part by part, with result files that say where and of what they are.
 
-    python -m tools.gpu_session --part nano|kernels|gates|bench|geometry|quality|suite|exchange --out DIR [--commit ID]
+    python -m tools.gpu_session --part nano|kernels|gates|identity|bench|geometry|quality|suite|exchange
+        --out DIR [--commit ID]
 
 nano: the cuda_ids gate, graphs against eager, and the tests marked gpu and gpu2. kernels: each against its reference,
-and how near to the hardware it is. gates: what the pipeline waits for, and the ids of both ranks on one GPU. bench:
+and how near to the hardware it is. gates: what the pipeline waits for, and the ids of both ranks on one GPU.
+identity: logits against transformers, and ids by every way and with speculation, on two GPUs. bench:
 speculation beside plain decoding, both ranks on one GPU. geometry: steps and streams of the released geometry with
 random weights, on two GPUs. quality: the whole exam of the shipped checkpoint, served on two GPUs. suite: the cpu
 test suite, on that host's Python and torch, without tests/test_unit_file.py, which needs systemd. exchange: the
@@ -77,6 +79,12 @@ PARTS: dict[str, tuple[Step, ...]] = {
         ),
         Step("shared_ids", (PYTHON, "-m", "tools.gates", "cuda_ids", "--shared-device"), 150),
         Step("other_tests", (*GPU_TESTS, "tests/executor", "tests/grammar", "tests/gpu"), 150),
+    ),
+    "identity": (
+        Step("oracle", (PYTHON, "-m", "tools.gates", "oracle", "--device", "cuda"), 90),
+        Step("invariance", (PYTHON, "-m", "tools.gates", "invariance", "--device", "cuda"), 120),
+        Step("invariance_dense", (PYTHON, "-m", "tools.gates", "invariance", "--device", "cuda", "--dense"), 120),
+        Step("lossless", (PYTHON, "-m", "tools.gates", "lossless", "--device", "cuda"), 200),
     ),
     "bench": (
         Step(

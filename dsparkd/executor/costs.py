@@ -56,6 +56,14 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The drafter's part of a step, whatever of its drafts is verified."""
         return _between(self.draft_s, *_locate(self.rows, num_rows))
 
+    def plain_seconds(self, num_rows: int) -> float:
+        """A step that drafts nothing."""
+        return self.seconds(num_rows, num_rows)
+
+    def drafted_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """A step that drafts for each row, and verifies so many drafts in all."""
+        return self.seconds(num_rows, num_rows + num_drafts) + self.draft_seconds(num_rows)
+
 
 def load_cost_table(path: Path, gamma: int, max_rows: int, device: str, dtype: str) -> CostTable:
     """Read a table that fits the engine. Raises ConfigError that names what does not."""

@@ -133,6 +133,7 @@ class Executor:
         budget = _budget_bytes(config.kv, device)
         sizes = size_pool(geometry, config, budget)
         pool = KVPool(geometry, sizes, dtype, device)
+        model.prepare(pool)
         progress("pools", pool.device_bytes, pool.device_bytes)
         is_coupled = config.dspark.acceptance == "coupled"
         desk = DraftDesk(drafter, pool, exchange, is_coupled=is_coupled) if drafter is not None else None

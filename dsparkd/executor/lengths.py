@@ -12,26 +12,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.costs import CostTable
 
 # How much a block's chances count beside what was known of the request: one unlikely block says little of the next.
 NEWS_SHARE = 0.25
 LEAST_SURVIVAL = 1e-6  # a draft that is less likely is not worth a row, however cheap
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """num_drafts: drafts to verify, of all rows together. pays: more tokens a second than without any drafting."""
+class StepCosts(Protocol):
+    """What a step takes."""
 
-    num_drafts: int
-    pays: bool
+    def plain_seconds(self, num_rows: int) -> float:
+        """One that drafts nothing."""
+
+    def drafted_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """One that drafts for each row, and verifies so many drafts of all rows together."""
 
 
-def plan_budget(table: CostTable, survivals: Sequence[Sequence[float] | None], max_verify: int) -> Budget:
-    """Choose how many drafts the next step verifies, for the most tokens a second.
+def plan_budget(costs: StepCosts, survivals: Sequence[Sequence[float] | None], max_verify: int) -> int:
+    """Choose how many drafts the next step verifies, of all rows together, for the most tokens a second.
+
+    0 where no drafts bring more than a step without drafting.
 
     survivals: of each row, what its earlier blocks were given (`blend`); None for a row that has not drafted yet, or
     not for long: all its drafts count as certain. At most max_verify drafts of a row. Among equals the fewest win.
@@ -39,18 +42,19 @@ def plan_budget(table: CostTable, survivals: Sequence[Sequence[float] | None], m
     """
     num_rows = len(survivals)
     if not num_rows:
-        return Budget(0, pays=True)
+        return 0
     chances = sorted((a for block in survivals for a in _chances(block, max_verify)), reverse=True)
-    drafting = table.draft_seconds(num_rows)
-    plain = num_rows / table.seconds(num_rows, num_rows)
     tokens = float(num_rows)
-    best, most = 0, num_rows / (table.seconds(num_rows, num_rows) + drafting)
+    best, most = 0, tokens / costs.plain_seconds(num_rows)
     for count, chance in enumerate(chances, 1):
         tokens += chance
-        rate = tokens / (table.seconds(num_rows, num_rows + count) + drafting)
+        rate = tokens / costs.drafted_seconds(num_rows, count)
         if rate > most:
             best, most = count, rate
-    return Budget(best, pays=most >= plain)
+    # All of them may take less than most of them: nothing then waits for their chances.
+    every = num_rows * max_verify
+    rate = tokens / costs.drafted_seconds(num_rows, every)
+    return every if rate > most else best
 
 
 def blend(known: Sequence[float] | None, block: Sequence[float]) -> tuple[float, ...]:

@@ -58,8 +58,11 @@ class EntryKeys:
 class AttentionKernel(Protocol):
     """What `bind` returns."""
 
-    def prepare(self, heads: int, width: int, rotary: int, like: Tensor) -> None:
-        """Make ready for `attend` of these sizes at start, with keys like a tensor: no step waits for a compiler."""
+    def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
+        """Make ready for `attend` of these sizes at start, with keys like a tensor: no step waits for a compiler.
+
+        kept: rows of ring and pages, where these are packed.
+        """
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
         """Rows [M, w] by sources [M] int64: ring[source], or chunk[-1 - source] where that is negative."""
@@ -102,7 +105,7 @@ def bind(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
 class TorchAttention:
     """The reference, and the form for the cpu in bfloat16."""
 
-    def prepare(self, heads: int, width: int, rotary: int, like: Tensor) -> None:
+    def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """Nothing is compiled."""
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
@@ -180,7 +183,7 @@ class TorchAttention:
 class CpuAttention:
     """One C call each; float32, one thread."""
 
-    def prepare(self, heads: int, width: int, rotary: int, like: Tensor) -> None:
+    def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """Nothing is compiled."""
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:

@@ -1,15 +1,29 @@
-"""What lies between a feed-forward layer's products: torch form, Triton form for cuda.
+"""What lies between a feed-forward layer's products and behind them: torch form, Triton form for cuda.
 
 Letters: T tokens, D width, I expert width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Summands:
+    """What a layer of experts gives: two partials [T, D] float32 and shared [T, D] in the model's dtype, to be added in
+    this order. On cuda the expansion into the streams adds them."""
+
+    partials: tuple[Tensor, Tensor]
+    shared: Tensor
+
+    def total(self) -> Tensor:
+        """Their sum, [T, D] in shared's dtype."""
+        first, second = self.partials
+        return (first + second).add_(self.shared).to(self.shared.dtype)
 
 
 class FeedForwardKernel(Protocol):
@@ -17,9 +31,6 @@ class FeedForwardKernel(Protocol):
 
     def activate(self, hidden: Tensor, limit: float) -> Tensor:
         """hidden [T, 2I], gate then up -> silu(min(gate, limit)) * clamp(up), [T, I]; float32 inside, one cast back."""
-
-    def add(self, partials: Sequence[Tensor], shared: Tensor) -> Tensor:
-        """Two partials [T, D] float32 and shared [T, D] -> their sum in this order, [T, D] in shared's dtype."""
 
 
 def bind(device: torch.device) -> FeedForwardKernel:
@@ -37,10 +48,6 @@ class TorchFeedForward:
     def activate(self, hidden: Tensor, limit: float) -> Tensor:
         """See FeedForwardKernel."""
         return swiglu(hidden, limit).to(hidden.dtype)
-
-    def add(self, partials: Sequence[Tensor], shared: Tensor) -> Tensor:
-        """See FeedForwardKernel."""
-        return (partials[0] + partials[1]).add_(shared).to(shared.dtype)
 
 
 def swiglu(hidden: Tensor, limit: float) -> Tensor:

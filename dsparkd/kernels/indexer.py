@@ -44,8 +44,11 @@ class Visible:
 class IndexerKernel(Protocol):
     """What `bind` returns."""
 
-    def prepare(self, heads: int, width: int, top_k: int) -> None:
-        """Make ready for `choose` of these sizes at start: no step shall wait for a compiler."""
+    def prepare(self, heads: int, width: int, top_k: int, kept: Tensor | None = None) -> None:
+        """Make ready for `choose` of these sizes at start: no step shall wait for a compiler.
+
+        kept: rows of the pages, where these are packed.
+        """
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """Keep each token's best entries: slots [n, K] ascending by entry, zeros behind them.
@@ -68,7 +71,7 @@ def bind(device: torch.device, dtype: torch.dtype) -> IndexerKernel:
 class TorchIndexer:
     """The reference, and the form for the cpu in bfloat16."""
 
-    def prepare(self, heads: int, width: int, top_k: int) -> None:
+    def prepare(self, heads: int, width: int, top_k: int, kept: Tensor | None = None) -> None:
         """Nothing is compiled."""
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
@@ -101,7 +104,7 @@ class TorchIndexer:
 class CpuIndexer:
     """One C call; float32, one thread. Reads the keys where they lie."""
 
-    def prepare(self, heads: int, width: int, top_k: int) -> None:
+    def prepare(self, heads: int, width: int, top_k: int, kept: Tensor | None = None) -> None:
         """Nothing is compiled."""
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:

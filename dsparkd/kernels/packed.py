@@ -94,9 +94,9 @@ def unpack_index(rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 def round_queries(queries: Tensor) -> Tensor:
     """Turn indexer queries [T, h, i], contiguous, as the keys are turned, and round them to FP4, in their dtype."""
     if queries.is_cuda:
-        from dsparkd.kernels.cuda import packed as triton_packed  # a cpu start imports no triton
+        from dsparkd.kernels.cuda.packed import round_queries as on_device  # a cpu start imports no triton
 
-        return triton_packed.round_queries(queries)
+        return on_device(queries)
     rows = queries.view(-1, queries.shape[-1])
     return unpack_index(pack_index(rows), rows.shape[1], queries.dtype).view(queries.shape)
 
@@ -109,7 +109,7 @@ def hadamard(rows: Tensor) -> Tensor:
         first, second = rows.view(num_rows, -1, 2, half).unbind(2)
         rows = torch.stack((first + second, first - second), 2).view(num_rows, width)
         half *= 2
-    return rows * width**-0.5
+    return rows.mul(width**-0.5)
 
 
 def _fp4(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,11 +81,16 @@ class Projections:
         self._norms = torch.cat((scale.expand(config.num_attention_heads, -1), kv_norm[None]))
         self.sink = source.float32(f"{name}.attn_sink")
         self.kernel = kernel.bind(source.device, source.dtype)
-        like = torch.empty(0, dtype=source.dtype, device=source.device)
-        self.kernel.prepare(config.num_attention_heads, config.head_dim, config.qk_rope_head_dim, like)
+        self._sizes = (config.num_attention_heads, config.head_dim, config.qk_rope_head_dim)
+        self._like = torch.empty(0, dtype=source.dtype, device=source.device)
+        self.prepare(None)
         self._rotate_ = rotary.bind(source.device)
         self._wo_a = _grouped_linear(source, f"{name}.wo_a", config.o_groups)
         self._wo_b = Linear(source.weight(f"{name}.wo_b"))
+
+    def prepare(self, kept: Tensor | None) -> None:
+        """Compile at start for plain ring and pages, or for packed ones."""
+        self.kernel.prepare(*self._sizes, self._like, kept)
 
     def project(self, x: Tensor, rotation: Rotation) -> Projected:
         """x [T, D], normed; T is a multiple of ROW_TILE."""
@@ -141,6 +146,18 @@ class Attention:
         self._projections = Projections(config, source, name)
         self._compressor = Compressor(config, source, name, self.ratio) if self.ratio else None
         self._indexer = Indexer(config, source, f"{name}.indexer") if self.ratio == CSA_RATIO else None
+
+    def prepare(self, pool: KVPool) -> None:
+        """Compile at start for what the pool keeps, where its rows are packed."""
+        ring = pool.window[self._layer]
+        if not packed.is_packed(ring):
+            return
+        self._projections.prepare(ring)
+        if self._compressor is not None:
+            is_hca = self.ratio == HCA_RATIO
+            self._compressor.prepare((pool.hca_entries[0],) if is_hca else (pool.csa_entries[0], pool.csa_keys[0]))
+        if self._indexer is not None:
+            self._indexer.prepare(pool.csa_keys[0])
 
     def forward(self, x: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool) -> Tensor:
         """x [T, D], normed -> [T, D]; stores the chunk's state into the pool."""

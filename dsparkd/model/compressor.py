@@ -45,11 +45,17 @@ class Compressor:
             *(part.chunk(halves)[half] for group in (values, gates) for half in range(halves) for part in group)
         )
         self._ape = torch.cat([part.chunk(halves, 1)[half] for half in range(halves) for part in apes], 1)
+        self._rotary_width = config.qk_rope_head_dim
+        self.prepare(None)
+
+    def prepare(self, pages: tuple[Tensor, ...] | None) -> None:
+        """Compile at start for plain rows, or for those of packed pages."""
         if self._is_fused:
             from dsparkd.kernels.cuda.compressor import prepare  # a cpu start imports no triton
 
             key_norm = self._key_norm if self._overlap else None
-            prepare(self._norm, key_norm, halves * ratio, config.qk_rope_head_dim, source.dtype)
+            span = 2 * self._ratio if self._overlap else self._ratio
+            prepare(self._norm, key_norm, span, self._rotary_width, self._dtype, pages)
 
     def project(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, D] -> rows [T, 2 * halves * c] float32: values, and gates with the bias of the token's offset."""
@@ -88,8 +94,8 @@ class Compressor:
         from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries  # a cpu start imports no triton
 
         closing = Closing(metadata.closing, metadata.closing_dst, rotation)
-        keys = Part(self._key_norm, pages[1]) if self._overlap else None
-        close_entries(rows, ring, closing, self._eps, Part(self._norm, pages[0]), keys)
+        keys = Part(self._key_norm, pages[1], self._dtype) if self._overlap else None
+        close_entries(rows, ring, closing, self._eps, Part(self._norm, pages[0], self._dtype), keys)
 
     def _mix(self, rows: Tensor, ring: Tensor, metadata: CompressedMetadata) -> Tensor:
         """Mean of each closing window's values by the softmax of its gates: [N, c] in the model's dtype."""

@@ -22,7 +22,7 @@ from dsparkd.kernels.beside import Beside
 from dsparkd.kernels.tiles import ROW_TILE
 from dsparkd.model.attention import Projections, Rotations
 from dsparkd.model.config import DSparkConfig, ModelConfig
-from dsparkd.model.hyper_connection import HyperConnection, HyperHead
+from dsparkd.model.hyper_connection import HyperConnection, HyperHead, Residual
 from dsparkd.model.layers import Linear, WeightSource, WideLinear, main_rotary, rms_norm, sigmoid
 from dsparkd.model.moe import ExpertExchange, MoE
 from dsparkd.model.transformer import Transformer
@@ -83,19 +83,23 @@ class Stage:
 
     def __init__(self, config: ModelConfig, source: WeightSource, stage: int, rank: int, beside: Beside) -> None:
         prefix = f"mtp.{stage}"
-        self._attention_connection = HyperConnection(config, source, prefix, "attn")
+        self.entry = HyperConnection(config, source, prefix, "attn")
         self.projections = Projections(config, source, f"{prefix}.attn")
         self._experts_connection = HyperConnection(config, source, prefix, "ffn")
         self.moe = MoE(config, source, f"{prefix}.ffn", hashed=False, rank=rank, beside=beside)
 
-    def forward(self, streams: Tensor, rows: _Rows, ring: Tensor, exchange: ExpertExchange) -> Tensor:
-        """streams [T, S, D], ring [R, d] -> the next stage's streams."""
-        collapsed = self._attention_connection.collapse(streams)
-        output = self._attend(collapsed.input, rows, ring)
-        streams = self._attention_connection.expand(output, streams, collapsed)
-        collapsed = self._experts_connection.collapse(streams)
+    def forward(
+        self, residual: Residual, rows: _Rows, ring: Tensor, exchange: ExpertExchange, following: Stage | None
+    ) -> Residual:
+        """Streams [T, S, D], ring [R, d] -> those for the following stage."""
+        collapsed = self.entry.collapse(residual)
+        mixed = self._attend(collapsed.input, rows, ring)
+        residual = self.entry.expand(mixed, residual, collapsed, self._experts_connection)
+        collapsed = self._experts_connection.collapse(residual)
         output = self.moe.forward(collapsed.input, rows.input_ids, rows.num_live, exchange)
-        return self._experts_connection.expand(output, streams, collapsed)
+        return self._experts_connection.expand(
+            output, residual, collapsed, None if following is None else following.entry
+        )
 
     def _attend(self, x: Tensor, rows: _Rows, ring: Tensor) -> Tensor:
         """x [T, D], normed -> [T, D]."""
@@ -167,10 +171,10 @@ class Drafter:
         """All rows of all blocks: the last hidden state before its norm [B * G, D], and base logits [B * G, V]."""
         rows = self._lay_out(inputs)
         embedded = self._embedding.index_select(0, rows.input_ids)
-        streams = embedded[:, None].repeat(1, self.config.hc_mult, 1)  # [T, S, D]
-        for stage, ring in zip(self.stages, inputs.rings, strict=True):
-            streams = stage.forward(streams, rows, ring, exchange)
-        hidden = self._head_connection.collapse(streams)
+        residual = Residual(embedded[:, None].repeat(1, self.config.hc_mult, 1))  # [T, S, D]
+        for stage, ring, following in zip(self.stages, inputs.rings, [*self.stages[1:], None], strict=True):
+            residual = stage.forward(residual, rows, ring, exchange, following)
+        hidden = self._head_connection.collapse(residual.streams)
         normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
         return hidden[: rows.num_tokens], self._head(normed)[: rows.num_tokens]
 

@@ -6,14 +6,25 @@ Letters: T tokens, S streams, D width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsparkd.kernels import hyper_connection as kernel
+from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.hyper_connection import Collapsed
 from dsparkd.model.config import ModelConfig
 from dsparkd.model.layers import Linear, WeightSource, inverse_rms, sigmoid
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """streams [T, S, D] between two sublayers. raw [P, T, O]: what HyperConnectionKernel.collapse wants of them for the
+    sublayer to come, where it is made already."""
+
+    streams: Tensor
+    raw: Tensor | None = None
 
 
 class HyperConnection:
@@ -37,13 +48,32 @@ class HyperConnection:
         )
         self._kernel = kernel.bind(source.device, source.dtype, S)
 
-    def collapse(self, streams: Tensor) -> Collapsed:
-        """streams [T, S, D] -> the sublayer's normed input [T, D] in the streams' dtype, and the way back."""
-        return self._kernel.collapse(streams, self._product(streams), self._mixing)
+    def collapse(self, residual: Residual) -> Collapsed:
+        """The sublayer's normed input [T, D] in the streams' dtype, and the way back."""
+        raw = self._product(residual.streams) if residual.raw is None else residual.raw
+        return self._kernel.collapse(residual.streams, raw, self._mixing)
 
-    def expand(self, output: Tensor, streams: Tensor, collapsed: Collapsed) -> Tensor:
-        """output [T, D], streams [T, S, D] -> the next streams, float32 inside, one cast."""
-        return self._kernel.expand(output, streams, collapsed)
+    def expand(
+        self, output: Tensor | Summands, residual: Residual, collapsed: Collapsed, following: HyperConnection | None
+    ) -> Residual:
+        """output [T, D], or what adds up to it -> the next streams, float32 inside, one cast.
+
+        following: the connection that collapses them, where there is one: on cuda it is multiplied with at once.
+        """
+        streams = residual.streams
+        if streams.is_cuda:
+            return self._advance(output, streams, collapsed, following)
+        whole = output.total() if isinstance(output, Summands) else output
+        return Residual(self._kernel.expand(whole, streams, collapsed))
+
+    def _advance(
+        self, output: Tensor | Summands, streams: Tensor, collapsed: Collapsed, following: HyperConnection | None
+    ) -> Residual:
+        from dsparkd.kernels.cuda.hyper_connection import TritonProduct, advance  # a cpu start imports no triton
+
+        product = None if following is None else following._product
+        assert product is None or isinstance(product, TritonProduct)
+        return Residual(*advance(output, streams, collapsed, product))
 
 
 class HyperHead:

@@ -40,7 +40,12 @@ class Indexer:
         self._head_weights = WideLinear(head_weights)
         self._rotate_ = rotary.bind(source.device)
         self._kernel = kernel.bind(source.device, source.dtype)
-        self._kernel.prepare(config.index_n_heads, config.index_head_dim, self.topk)
+        self._width = config.index_head_dim
+        self.prepare(None)
+
+    def prepare(self, keys: Tensor | None) -> None:
+        """Compile at start for plain keys, or for packed ones."""
+        self._kernel.prepare(self._heads, self._width, self.topk, keys)
 
     def query(self, residual: Tensor, x: Tensor, rotation: Rotation, *, is_packed: bool) -> IndexQuery:
         """residual [T, q_lora] and x [T, D], in the model's dtype. is_packed: what the keys are."""

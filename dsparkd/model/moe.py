@@ -18,6 +18,7 @@ from dsparkd.errors import CheckpointError
 from dsparkd.kernels import experts as kernel
 from dsparkd.kernels import feed_forward, router
 from dsparkd.kernels.beside import Beside, in_line
+from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.router import RouterRule
 from dsparkd.kernels.weight import stacked
 from dsparkd.model.config import ModelConfig
@@ -113,13 +114,13 @@ class MoE:
         self._shared_w2 = Linear(source.weight(f"{shared}.w2"))
         self.experts = Experts(config, source, f"{name}.experts", rank)
 
-    def forward(self, x: Tensor, input_ids: Tensor, num_live: Tensor, exchange: ExpertExchange) -> Tensor:
-        """x [T, D], normed; input_ids [T]; tokens from num_live [1] int64 on are padding -> [T, D]."""
+    def forward(self, x: Tensor, input_ids: Tensor, num_live: Tensor, exchange: ExpertExchange) -> Summands:
+        """x [T, D], normed; input_ids [T]; tokens from num_live [1] int64 on are padding -> what adds up to [T, D]."""
         # The shared expert waits for nobody: it runs while rows are routed and travel.
         shared = self._beside(lambda: self._shared_w2(self._between.activate(self._shared_w13(x), self._limit)))
         rows = self._route.packed(x, self._gate(x), input_ids, num_live)
-        partials = exchange.combine(self.experts.partial(exchange.gather(rows)))
-        return self._between.add(partials, shared())
+        first, second = exchange.combine(self.experts.partial(exchange.gather(rows)))
+        return Summands((first, second), shared())
 
     def assist(self, exchange: ExpertExchange, device: torch.device) -> None:
         """Compute this rank's experts for the peer's tokens, with none of its own."""

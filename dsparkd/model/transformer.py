@@ -15,7 +15,7 @@ from dsparkd.kernels.beside import Beside
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.attention import Attention, Rotations
 from dsparkd.model.config import ModelConfig
-from dsparkd.model.hyper_connection import HyperConnection, HyperHead
+from dsparkd.model.hyper_connection import HyperConnection, HyperHead, Residual
 from dsparkd.model.inputs import ForwardInputs
 from dsparkd.model.layers import WeightSource, WideLinear, compressed_rotary, main_rotary, ordered_sum, rms_norm
 from dsparkd.model.moe import ExpertExchange, MoE
@@ -34,21 +34,29 @@ class Block:
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, rank: int, beside: Beside) -> None:
         prefix = f"layers.{layer}"
-        self._attention_connection = HyperConnection(config, source, prefix, "attn")
+        self.entry = HyperConnection(config, source, prefix, "attn")
         self.attention = Attention(config, source, layer, beside)
         self._experts_connection = HyperConnection(config, source, prefix, "ffn")
         self.moe = MoE(config, source, f"{prefix}.ffn", layer < config.num_hash_layers, rank, beside)
 
     def forward(
-        self, streams: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool, exchange: ExpertExchange
-    ) -> Tensor:
-        """streams [T, S, D] -> the next layer's."""
-        collapsed = self._attention_connection.collapse(streams)
-        output = self.attention.forward(collapsed.input, inputs, rotations, pool)
-        streams = self._attention_connection.expand(output, streams, collapsed)
-        collapsed = self._experts_connection.collapse(streams)
+        self,
+        residual: Residual,
+        inputs: ForwardInputs,
+        rotations: Rotations,
+        pool: KVPool,
+        exchange: ExpertExchange,
+        following: Block | None,
+    ) -> Residual:
+        """Streams [T, S, D] -> those for the following layer."""
+        collapsed = self.entry.collapse(residual)
+        mixed = self.attention.forward(collapsed.input, inputs, rotations, pool)
+        residual = self.entry.expand(mixed, residual, collapsed, self._experts_connection)
+        collapsed = self._experts_connection.collapse(residual)
         output = self.moe.forward(collapsed.input, inputs.input_ids, inputs.num_live, exchange)
-        return self._experts_connection.expand(output, streams, collapsed)
+        return self._experts_connection.expand(
+            output, residual, collapsed, None if following is None else following.entry
+        )
 
 
 class Transformer:
@@ -67,6 +75,11 @@ class Transformer:
         self._main_rotary = main_rotary(config, device)
         self._compressed_rotary = compressed_rotary(config, device)
 
+    def prepare(self, pool: KVPool) -> None:
+        """Compile for the pool's rows at start: no step waits for a compiler."""
+        for block in self.blocks:
+            block.attention.prepare(pool)
+
     @torch.inference_mode()
     def forward(
         self, inputs: ForwardInputs, pool: KVPool, exchange: ExpertExchange, taps: tuple[int, ...] = ()
@@ -83,15 +96,15 @@ class Transformer:
         main = Rotations.of(self._main_rotary, inputs.positions)
         compressed = Rotations.of(self._compressed_rotary, inputs.positions)
         embedded = self.embedding.index_select(0, inputs.input_ids)
-        streams = embedded[:, None].repeat(1, self.config.hc_mult, 1)  # [T, S, D]
+        residual = Residual(embedded[:, None].repeat(1, self.config.hc_mult, 1))  # [T, S, D]
         tapped: dict[int, Tensor] = {}
-        for layer, block in enumerate(self.blocks):
+        for layer, (block, following) in enumerate(zip(self.blocks, [*self.blocks[1:], None], strict=True)):
             rotations = compressed if block.attention.ratio else main
-            streams = block.forward(streams, inputs, rotations, pool, exchange)
+            residual = block.forward(residual, inputs, rotations, pool, exchange, following)
             if layer in taps:
-                tapped[layer] = (ordered_sum(streams.float(), 1) / self.config.hc_mult).to(self.dtype)
+                tapped[layer] = (ordered_sum(residual.streams.float(), 1) / self.config.hc_mult).to(self.dtype)
         features = torch.cat([tapped[layer] for layer in taps], 1) if taps else None
-        return ForwardOutputs(self._logits(streams, inputs), features)
+        return ForwardOutputs(self._logits(residual.streams, inputs), features)
 
     def _logits(self, streams: Tensor, inputs: ForwardInputs) -> Tensor:
         """Project the rows that need it: [num_logits, V] float32."""

@@ -49,7 +49,7 @@ from dsparkd.scheduler.policy import NOTHING_FLIES, Flying, Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 from dsparkd.scheduler.results import Committed, Committer, Ended
-from dsparkd.scheduler.speculation import SpeculationPlanner
+from dsparkd.scheduler.speculation import SpeculationPlanner, TierVote
 
 if TYPE_CHECKING:
     from dsparkd.grammar.cache import Ticket
@@ -173,7 +173,11 @@ class TickRecord:
 
 
 class Loop:
-    """Owned and run by the tick thread. clock: CLOCK_MONOTONIC nanoseconds; it stamps and never decides a plan."""
+    """Owned and run by the tick thread.
+
+    clock: CLOCK_MONOTONIC nanoseconds; it stamps, and decides nothing of a plan but how much is drafted and verified,
+    which both ranks agree on (X-25) and no id depends on.
+    """
 
     def __init__(
         self, bounds: Bounds, lines: Lines, parts: Parts, account: Account, watch: TickWatch, clock: Callable[[], int]
@@ -192,7 +196,8 @@ class Loop:
         self._retractions = 0
         self._stopping = False
         self._flight: Flight | None = None
-        self._paced: tuple[int, Speculation | None] | None = None  # the last decode step
+        self._begun_ns = 0  # when the last step was agreed, 0 unless it was a decode step
+        self._speculated: Speculation | None = None  # how it drafted
         self._deltas: list[TokenDelta] = []
         self._ended: list[Ended] = []
         self._settled: list[str] = []
@@ -256,9 +261,9 @@ class Loop:
         exchange = self._lines.exchange
         sequence, timing = exchange.sequence(Channel.PLAN), exchange.timing(Channel.PLAN)
         plan = None
+        step_ns = self._pace(agreement.kind)
         if agreement.kind is not StepKind.IDLE and not agreement.stop:
-            speculation = self._speculate(agreement, proposal)
-            self._pace(agreement.kind, speculation)
+            speculation = self._speculated = self._speculate(agreement, proposal, step_ns)
             replays = agreement.kind is StepKind.DECODE and agreement.decode_graph and agreement.draft_graph
             plan = self._parts.planner.settle(proposal, agreement.kind, speculation, replays=replays)
         self._record(agreement, rank0, rank1, plan)
@@ -277,7 +282,7 @@ class Loop:
         self._account.end_tick()
         return agreement
 
-    def _speculate(self, agreement: Agreement, proposal: Proposal) -> Speculation | None:
+    def _speculate(self, agreement: Agreement, proposal: Proposal, step_ns: int) -> Speculation | None:
         """How a decode step drafts: a function of what both ranks know, so both do the same."""
         planner = self._parts.speculation
         if planner is None or agreement.kind is not StepKind.DECODE:
@@ -285,22 +290,24 @@ class Loop:
         if not exchanges_tier(agreement, compact_verify=planner.is_compact):
             return planner.all_drafts(agreement.num_tokens)
         requests = [self._parts.queue.find(row.request_id) for row in proposal.decode_rows]
-        wanted = planner.wanted([request for request in requests if request is not None])
+        vote = planner.vote([one for one in requests if one is not None], agreement.num_tokens, step_ns)
         exchange = self._lines.exchange
-        words = (wanted,) + (0,) * (NUM_WORDS - 1)
+        words = (*vote, *(0,) * (NUM_WORDS - len(vote)))
         begun_ns = self._clock()
         peer = exchange.exchange(Channel.TIER, words)
         spent_ns = self._clock() - begun_ns
         sequence, timing = exchange.sequence(Channel.TIER), exchange.timing(Channel.TIER)
         self._account.exchanged(Channel.TIER, sequence, timing, spent_ns)
-        return planner.compact(agreement.num_tokens, self._in_rank_order(wanted, peer[0]))
+        return planner.agree(agreement.num_tokens, self._in_rank_order(vote, TierVote(*peer[: len(vote)])))
 
-    def _pace(self, kind: StepKind, speculation: Speculation | None) -> None:
-        """Time the last step where it was a decode step and this one is, too."""
+    def _pace(self, kind: StepKind) -> int:
+        """Time the last step where it was a decode step and this one is, too: nanoseconds, else 0."""
         now_ns = self._clock()
-        if kind is StepKind.DECODE and self._paced is not None:
-            self._account.paced(self._paced[1], now_ns - self._paced[0])
-        self._paced = (now_ns, speculation) if kind is StepKind.DECODE else None
+        begun_ns, self._begun_ns = self._begun_ns, now_ns if kind is StepKind.DECODE else 0
+        if not begun_ns or not self._begun_ns:
+            return 0
+        self._account.paced(self._speculated, now_ns - begun_ns)
+        return now_ns - begun_ns
 
     # Receive
 

@@ -64,7 +64,7 @@ class Rerun:
 class Lab:
     """The shipped checkpoint, both shards in this process; one executor that runs eager or replays."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, kv_dtype: Literal["model", "fp8"] = "model") -> None:
         torch.set_num_threads(1)
         checkpoint, self.device = ensure_checkpoint(), torch.device(device, 0)
         name: Literal["bfloat16", "float32"] = "float32" if device == "cpu" else "bfloat16"
@@ -72,8 +72,9 @@ class Lab:
         self.gamma, self.topk = config.gamma, config.index_topk
         model, exchange = load_both_shards(checkpoint, config, DTYPES[name], self.device)
         drafter, draft_exchange = load_both_draft_shards(checkpoint, model)
-        geometry = config.kv_geometry(256, name, drafts=True)
+        geometry = config.kv_geometry(256, name, drafts=True, kv_dtype=kv_dtype)
         self.pool = KVPool(geometry, PoolSizes(1 + ROWS * PAGES, 1 + ROWS, 2), DTYPES[name], self.device)
+        model.prepare(self.pool)
         desk = DraftDesk(drafter, self.pool, draft_exchange)
         tokenizer = Tokenizer.load(checkpoint)
         self.ids = tuple(tokenizer.encode(TEXT))
@@ -214,6 +215,22 @@ def test_replayed_steps_give_the_bits_of_eager_ones(lab: Lab) -> None:
     assert all(torch.equal(one, other) for one, other in zip(live(lab), kept, strict=True))
     assert max(len(text.outputs) for text in texts) > 9  # drafts were accepted
     assert (LENGTHS[-1] // 4 > lab.topk) == any(tier.verify.is_long for tier in lab.graphs._verify.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_replays_over_packed_rows_give_the_bits_of_eager_steps(device: str) -> None:
+    """P-22, T-37: with keys in the official encoding; all that is cached, with its scales, and the drafter's keys."""
+    lab = Lab(device, "fp8")
+    eager, _ = sequence(lab, replays=False)
+    kept = live(lab)
+    for tensor in lab.pool.tensors():
+        tensor.zero_()
+    texts, tiers = sequence(lab, replays=True)
+    assert None not in tiers
+    assert [text.outputs for text in texts] == [text.outputs for text in eager]
+    assert [text.seen for text in texts] == [text.seen for text in eager]
+    assert all(torch.equal(one, other) for one, other in zip(live(lab), kept, strict=True))
+    assert lab.pool.csa_entries.dtype == torch.uint8
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.costs import CostTable, Origin
-from dsparkd.executor.lengths import LEAST_SURVIVAL, Budget, admit, blend, plan_budget
+from dsparkd.executor.lengths import LEAST_SURVIVAL, admit, blend, plan_budget
 
 GAMMA = 4
 ORIGIN = Origin(machine="test", device="cpu", dtype="float32", checkpoint="nano", measured="2026-01-01T00:00Z")
@@ -37,8 +37,10 @@ batches = st.lists(blocks, min_size=1, max_size=3)
 
 
 def rate(table: CostTable, survivals: list[list[float]], lengths: tuple[int, ...]) -> float:
-    """Expected tokens a second when each row verifies that many drafts."""
+    """Expected tokens a second when each row verifies that many drafts; nothing is drafted where none is verified."""
     rows = len(lengths)
+    if not any(lengths):
+        return rows / table.seconds(rows, rows)
     tokens = rows + sum(sum(block[:length]) for block, length in zip(survivals, lengths, strict=True))
     return tokens / (table.seconds(rows, rows + sum(lengths)) + table.draft_seconds(rows))
 
@@ -50,7 +52,7 @@ def test_budget_and_admission_are_the_best_of_all_lengths(
     """For any cost of a step, no other choice of lengths yields more tokens a second."""
     table = linear_table(fixed_s, per_token_s)
 
-    lengths = admit(survivals, plan_budget(table, survivals, GAMMA).num_drafts, GAMMA)
+    lengths = admit(survivals, plan_budget(table, survivals, GAMMA), GAMMA)
 
     best = max(rate(table, survivals, other) for other in itertools.product(range(GAMMA + 1), repeat=len(survivals)))
     # What is left out as next to impossible could add that much at most.
@@ -105,21 +107,19 @@ def test_a_budget_of_the_past_keeps_the_distribution_and_one_of_the_present_does
     table = table_of([[1.0, 2.0, 2.0], [2.0, 4.0, 4.0]], [1e-9, 1e-9])
     present = {"a": [0.8, 0.72], "b": [0.8, 0.0]}
 
-    best = {
-        draft: admit([chances], plan_budget(table, [chances], 2).num_drafts, 2)[0] for draft, chances in present.items()
-    }
+    best = {draft: admit([chances], plan_budget(table, [chances], 2), 2)[0] for draft, chances in present.items()}
     assert first_token_chance(best) == pytest.approx(0.85)
 
     for past in ([0.9, 0.9], [0.5, 0.1], None):
-        budget = plan_budget(table, [past], 2).num_drafts
+        budget = plan_budget(table, [past], 2)
         ours = {draft: admit([chances], budget, 2)[0] for draft, chances in present.items()}
         assert first_token_chance(ours) == pytest.approx(0.7)
 
 
 def test_rows_that_have_not_drafted_yet_count_as_certain() -> None:
     """D-31: a missing or stale chance means all of the window; where a step costs the same, all is verified."""
-    assert plan_budget(linear_table(1.0, 1e-6), [None, None], GAMMA).num_drafts == 2 * GAMMA
-    assert plan_budget(linear_table(1.0, 1e-6), [None, [0.0] * GAMMA], GAMMA).num_drafts == GAMMA
+    assert plan_budget(linear_table(1.0, 1e-6), [None, None], GAMMA) == 2 * GAMMA
+    assert plan_budget(linear_table(1.0, 1e-6), [None, [0.0] * GAMMA], GAMMA) == GAMMA
 
 
 @pytest.mark.parametrize("wrong", [1.1, -0.1, float("nan"), float("inf")])
@@ -157,8 +157,8 @@ def test_a_step_whose_tokens_cost_as_much_as_they_bring_is_better_without_drafts
     cheap = linear_table(1.0, 1e-3, draft_s=0.1)
     chances = [[0.6, 0.3, 0.1, 0.05]]
 
-    assert not plan_budget(dear, chances, GAMMA).pays
-    assert plan_budget(cheap, chances, GAMMA) == Budget(GAMMA, pays=True)
+    assert plan_budget(dear, chances, GAMMA) == 0
+    assert plan_budget(cheap, chances, GAMMA) == GAMMA
 
 
 @given(st.lists(blocks, min_size=1, max_size=8))
@@ -180,17 +180,14 @@ def test_one_unlikely_block_does_not_end_drafting_where_it_paid() -> None:
         known = blend(known, [0.9, 0.8, 0.7, 0.6])
     unlikely = [0.2, 0.1, 0.05, 0.01]
 
-    assert not plan_budget(table, [unlikely], GAMMA).pays
-    assert plan_budget(table, [blend(known, unlikely)], GAMMA).pays
+    assert not plan_budget(table, [unlikely], GAMMA)
+    assert plan_budget(table, [blend(known, unlikely)], GAMMA)
     for _ in range(12):
         known = blend(known, unlikely)
-    assert not plan_budget(table, [known], GAMMA).pays
+    assert not plan_budget(table, [known], GAMMA)
 
 
 def test_a_step_without_rows_verifies_nothing() -> None:
-    """D-32: an idle rank takes part with nothing of its own, and never votes against drafting."""
-    budget = plan_budget(linear_table(1, 1), [], GAMMA)
-
-    assert budget.num_drafts == 0
-    assert budget.pays
+    """D-32: an idle rank takes part with nothing of its own."""
+    assert plan_budget(linear_table(1, 1), [], GAMMA) == 0
     assert admit([], 5, GAMMA) == ()

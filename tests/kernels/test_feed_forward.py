@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.feed_forward import TorchFeedForward, bind
+from dsparkd.kernels.feed_forward import Summands, bind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -20,5 +20,5 @@ def test_the_gate_is_clamped_above_and_the_other_half_on_both_sides(dtype: torch
 
 def test_partials_are_added_before_the_shared_expert() -> None:
     """The order is the same wherever a token lives: rank 0, rank 1, shared."""
-    partials = torch.tensor([[[2.0**24]], [[-(2.0**24)]]])
-    assert TorchFeedForward().add(partials.unbind(), torch.tensor([[1.0]])).item() == 1.0
+    first, second = torch.tensor([[[2.0**24]], [[-(2.0**24)]]])
+    assert Summands((first, second), torch.tensor([[1.0]])).total().item() == 1.0

@@ -62,7 +62,7 @@ def local(directory: Path, config: ModelConfig, layer: int) -> Callable[[Tensor,
     def run(x: Tensor, ids: Tensor, num_tokens: int) -> Tensor:
         exchange = LocalExpertExchange([peer.experts])
         exchange.begin_step((x.shape[0], 0))
-        return mine.forward(x, ids, torch.tensor([num_tokens]), exchange)
+        return mine.forward(x, ids, torch.tensor([num_tokens]), exchange).total()
 
     return run
 
@@ -135,7 +135,7 @@ def test_the_shared_expert_runs_while_rows_travel(small_checkpoint: Path, config
     exchange = Watch([peer.experts])
     exchange.begin_step((16, 0))
     x, ids = noise(16, 64), torch.arange(16)
-    got = moe.forward(x, ids, torch.tensor([16]), exchange)
+    got = moe.forward(x, ids, torch.tensor([16]), exchange).total()
     assert events == ["begin", "gather", "combine", "join"]
     assert torch.equal(got, local(small_checkpoint, config, 4)(x, ids, 16))
 
@@ -171,7 +171,8 @@ def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_its_rank(
             if part.start == part.stop:
                 moe.assist(exchange, CPU)
             else:
-                results[rank] = moe.forward(x[part], ids[part], torch.tensor([part.stop - part.start]), exchange)
+                num_live = torch.tensor([part.stop - part.start])
+                results[rank] = moe.forward(x[part], ids[part], num_live, exchange).total()
 
         threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in (0, 1)]
         for thread in threads:

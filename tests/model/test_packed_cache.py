@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsparkd.kernels import packed
+from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.row_layout import scales_at
 from dsparkd.kv.geometry import PoolSizes
+from dsparkd.model.indexer import Indexer, IndexQuery
 from tools.gates.oracle import random_chunks
 from tools.oracle import Engine, plan_row
 
 LENGTH = 330
 IDS = [random.Random(i).randrange(192) for i in range(LENGTH)]
 PAGES = (3, 1)
+KV_DTYPES: tuple[Literal["model", "fp8"], ...] = ("model", "fp8")
 NAN = 0xFF  # of a code, of a scale, and twice of a bfloat16
 
 
@@ -38,6 +42,25 @@ def test_it_is_near_the_plain_cache_and_not_the_same(small_checkpoint: Path, who
     assert not torch.equal(plain, whole)
     assert (plain - whole).abs().mean() < 0.15 * plain.std()
     assert (plain.argmax(1) == whole.argmax(1)).float().mean() > 0.6
+
+
+def test_the_indexer_mostly_chooses_as_over_plain_keys(small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are turned as their keys are: products of which only one side were would choose by chance."""
+    chosen: list[Tensor] = []
+    choose = Indexer.choose
+
+    def watched(self: Indexer, query: IndexQuery, part: slice, keys: Tensor, visible: Visible) -> Tensor:
+        slots = choose(self, query, part, keys, visible)
+        chosen.append(slots[:, : self.topk])
+        return slots
+
+    monkeypatch.setattr(Indexer, "choose", watched)
+    for kv_dtype in KV_DTYPES:
+        engine = Engine(small_checkpoint, sizes=PoolSizes(40, 8, 4), kv_dtype=kv_dtype)
+        engine.logits(IDS, [LENGTH], slot=1, pages=PAGES)
+    plain, turned = chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]
+    same = [len({*one.tolist()} & {*other.tolist()}) for one, other in zip(plain[0], turned[0], strict=True)]
+    assert sum(same[-50:]) > 0.7 * 50 * 16
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -75,7 +75,7 @@ def same(one: Tensor | Weight, other: Tensor | Weight) -> bool:
 @pytest.mark.parametrize("part", [Use.TARGET, Use.DRAFT])
 @pytest.mark.parametrize("packed", [True, False])
 def test_what_ranks_share_is_equal_and_their_experts_are_not(config: ModelConfig, part: Use, packed: bool) -> None:
-    """T-03: ranks with different norms, routers or embeddings would not be two ranks of one model."""
+    """Ranks with different norms, routers or embeddings would not be two ranks of one model."""
     both = [read_all(source_of(config, rank, part=part, packed=packed), config, part, rank) for rank in (0, 1)]
     shared = both[0].keys() & both[1].keys()
     assert shared

@@ -13,8 +13,9 @@ from dsparkd.errors import InvariantError, PeerError
 from dsparkd.executor.costs import CostTable, Origin
 from dsparkd.executor.plan import StepKind
 from dsparkd.scheduler.agreement import UNKNOWN_TIER, Channel
+from dsparkd.scheduler.pace import KNOWN_SAMPLES
 from dsparkd.scheduler.request import Request
-from dsparkd.scheduler.speculation import STALE_STEPS, SpeculationPlanner
+from dsparkd.scheduler.speculation import STALE_STEPS, SpeculationPlanner, TierVote
 
 ORIGIN = Origin(machine="test", device="cpu", dtype="float32", checkpoint="nano", measured="2026-01-01T00:00:00Z")
 
@@ -40,6 +41,22 @@ def request(lab, survival=None, steps=0):
     made = Request(lab.request("r", 3), arrival=1, delivered_ns=1, max_context_tokens=64)
     made.survival, made.steps_since_drafts = survival, steps
     return made
+
+
+def settled(costs: CostTable) -> SpeculationPlanner:
+    """A planner that has seen a few rows take what the table says, drafted and not."""
+    planner = SpeculationPlanner(3, 8, is_compact=True, table=costs)
+    for rows in (1, 2):
+        for want, seconds in ((0, costs.plain_seconds(rows)), (4 * rows, costs.drafted_seconds(rows, 3 * rows))):
+            for _ in range(KNOWN_SAMPLES + 1):
+                vote = TierVote(want, round(1e9 * seconds), 0)
+                planner.agree((rows, 0), (vote, TierVote(0, vote.step_ns, 0)))
+            planner.agree((rows, 0), (TierVote(0, 0, 0), TierVote(0, 0, 0)))
+    return planner
+
+
+def wanted(planner: SpeculationPlanner, *requests: Request) -> int:
+    return planner.vote(requests, (len(requests), 0), 0).wanted
 
 
 def test_without_compact_windows_each_row_verifies_all(lab):
@@ -97,22 +114,22 @@ def test_x25_a_number_that_no_tier_holds_fails_the_pair():
 def test_d31_what_is_wanted_follows_from_chances_that_are_no_news_any_more(lab):
     """D-31: earlier chances decide; rows that have none, or old ones, count as certain."""
     likely, unlikely = (0.9, 0.8, 0.7), (0.01, 0.0001, 0.0)
-    planner = SpeculationPlanner(3, 8, is_compact=True, table=FREE)
-    assert planner.wanted([]) == 0
-    assert planner.wanted([request(lab), request(lab)]) == 8
-    assert planner.wanted([request(lab, likely)]) == 4
-    assert planner.wanted([request(lab, unlikely)]) == 0, "drafting costs more than it brings"
-    assert planner.wanted([request(lab, unlikely, STALE_STEPS - 1)]) == 0
-    assert planner.wanted([request(lab, unlikely, STALE_STEPS)]) == 4
-    assert SpeculationPlanner(3, 8, is_compact=True, table=DEAR).wanted([request(lab, likely)]) == 0
-    assert SpeculationPlanner(3, 8, is_compact=True).wanted([request(lab, unlikely)]) == UNKNOWN_TIER
+    planner = settled(FREE)
+    assert wanted(planner) == 0
+    assert wanted(planner, request(lab), request(lab)) == 8
+    assert wanted(planner, request(lab, likely)) == 4
+    assert wanted(planner, request(lab, unlikely)) == 0, "drafting costs more than it brings"
+    assert wanted(planner, request(lab, unlikely, STALE_STEPS - 1)) == 0
+    assert wanted(planner, request(lab, unlikely, STALE_STEPS)) == 4
+    assert wanted(settled(DEAR), request(lab, likely)) == 0
+    assert wanted(SpeculationPlanner(3, 8, is_compact=True), request(lab, unlikely)) == UNKNOWN_TIER
 
 
 @pytest.mark.parametrize("chances", [(1.1, 0.5, 0.5), (0.5, float("nan"), 0.1), (0.5, 0.6, 0.1), (-0.1, -0.2, -0.3)])
 def test_d31_chances_that_are_none_fail_the_pair(lab, chances):
     """D-31: they come from this program's own arithmetic."""
     with pytest.raises(InvariantError):
-        SpeculationPlanner(3, 8, is_compact=True, table=FREE).wanted([request(lab, chances)])
+        wanted(settled(FREE), request(lab, chances))
 
 
 def test_d31_chances_belong_to_one_life_of_a_row(lab):

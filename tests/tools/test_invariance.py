@@ -9,6 +9,7 @@ from dsparkd.model.config import load_model_config
 from tools.gates import invariance
 from tools.gates.invariance import Way
 from tools.harness import ensure_checkpoint
+from tools.placement import Placement
 from tools.workload import Answer, Item, num_differing
 
 
@@ -51,7 +52,7 @@ def test_float32_must_be_exact_and_every_way_proven(
     dtype: str, ids: int, logprobs: int, proven: bool, ok: bool
 ) -> None:
     """A way that was not taken shows nothing, whatever the counts."""
-    way = Way("way", dtype, ids, ids, logprobs, 100, "proof", proven, 1.0)
+    way = Way("way", dtype, "cpu", ids, ids, logprobs, 100, "proof", proven, 1.0)
 
     assert way.ok == ok
 
@@ -61,7 +62,7 @@ def test_a_tiny_pool_buys_the_pages_whose_lack_forces_a_retract(dtype: str) -> N
     """With one page more nothing is retracted, and the way would prove nothing."""
     checkpoint = ensure_checkpoint()
 
-    pool = invariance.tiny_pool(checkpoint, dtype)
+    pool = invariance.tiny_pool(checkpoint, Placement(dtype=dtype))
 
     geometry = load_model_config(checkpoint).kv_geometry(
         invariance.PAGE_TOKENS, "float32" if dtype == "float32" else "bfloat16", drafts=True

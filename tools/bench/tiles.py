@@ -33,25 +33,36 @@ from tools.kernel_cases.experts import DECODE_ROWS, FLASH, PREFILL_ROWS, Geometr
 from tools.kernel_cases.weights import random_weight
 
 COMPILERS = 12
-# (rows, outputs, inputs, warps, stages, registers)
+# (rows, outputs, inputs, warps, stages, registers, held)
 FEW = (
     Tiles(16, 64, 128, 4, 3),
-    Tiles(16, 64, 128, 4, 3, 128),
-    Tiles(16, 64, 128, 4, 3, 96),
-    Tiles(16, 64, 128, 4, 4, 96),
-    Tiles(16, 64, 256, 4, 2, 128),
-    Tiles(16, 64, 256, 4, 3),
-    Tiles(16, 64, 256, 4, 3, 128),
+    Tiles(16, 64, 128, 4, 4),
+    Tiles(16, 64, 128, 4, 3, held=True),
+    Tiles(16, 64, 128, 4, 4, held=True),
+    Tiles(16, 64, 128, 4, 6, held=True),
+    Tiles(16, 64, 128, 4, 8, held=True),
+    Tiles(16, 128, 128, 8, 4, held=True),
 )
 MIDDLE = (
-    Tiles(32, 64, 128, 4, 3),
+    Tiles(32, 64, 128, 4, 3, held=True),
+    Tiles(32, 64, 128, 4, 4, held=True),
+    Tiles(32, 64, 128, 4, 4, 128, held=True),
     Tiles(32, 64, 128, 4, 3, 128),
-    Tiles(32, 64, 256, 4, 3),
     Tiles(64, 64, 128, 4, 3),
     Tiles(64, 64, 128, 4, 4),
     Tiles(64, 64, 128, 4, 3, 128),
-    Tiles(64, 64, 256, 4, 2),
     Tiles(64, 128, 128, 8, 3),
+    Tiles(32, 128, 128, 8, 4, held=True),
+    Tiles(64, 128, 128, 8, 4, held=True),
+)
+LARGE = (
+    Tiles(256, 128, 128, 8, 3),
+    Tiles(256, 64, 128, 8, 3),
+    Tiles(128, 128, 128, 8, 3),
+    Tiles(128, 128, 128, 8, 2),
+    Tiles(64, 128, 128, 8, 4, held=True),
+    Tiles(64, 128, 128, 8, 3),
+    Tiles(64, 64, 128, 4, 3),
 )
 MANY = (
     Tiles(256, 64, 128, 8, 3),
@@ -94,14 +105,16 @@ class Found:
 def trials(only: str) -> Iterator[Trial]:
     """List what is tried, the most wanted first."""
     for place, candidates in (
+        (Place("experts", Format.FP4, 2), FEW),
+        (Place("experts", Format.FP4, 16), FEW),
         (Place("experts", Format.FP4, 128), FEW),
         (Place("experts", Format.FP4, DECODE_ROWS), MIDDLE),
-        (Place("experts", Format.FP4, PREFILL_ROWS), MANY[:5]),
-        (Place("linear", Format.FP8, 64, 4096, 4096), FEW[:2] + MIDDLE[-5:]),
-        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE[-5:] + MANY[1:4]),
+        (Place("experts", Format.FP4, PREFILL_ROWS), LARGE),
+        (Place("linear", Format.FP8, 64, 4096, 4096), FEW[:2] + MIDDLE[3:8]),
+        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE[3:8] + MANY[1:4]),
         (Place("linear", Format.FP8, PREFILL_ROWS, 4096, 4096), MANY[1:]),
         (Place("linear", Format.FP8, 16, 8192, 4096), FEW),
-        (Place("linear", Format.DENSE, 384, 4096, 129280), MIDDLE[-4:] + MANY[1:4]),
+        (Place("linear", Format.DENSE, 384, 4096, 129280), MIDDLE[4:8] + MANY[1:4]),
         (Place("linear", Format.DENSE, PREFILL_ROWS, 4096, 2560), MANY[1:]),
     ):
         if place.kernel.startswith(only):
@@ -188,7 +201,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(report))
         return 0
-    print(f"{'':42} (rows, outputs, inputs, warps, stages, registers)")
+    print(f"{'':42} (rows, outputs, inputs, warps, stages, registers, held)")
     for one in found:
         print(_line(one))
     print("the fastest, and what is chosen")
@@ -205,7 +218,7 @@ def _line(one: Found) -> str:
     if place.inputs:
         where += f" x {place.inputs} x {place.outputs}"
     took = " " * 8 if one.time_us is None else f"{one.time_us:8.1f}"
-    return f"{where:42} {astuple(one.trial.tiles)!s:36} {took}  {one.note}"
+    return f"{where:42} {astuple(one.trial.tiles)!s:43} {took}  {one.note}"
 
 
 def _time_place(place: Place, group: Sequence[tuple[Trial, Future[str | None]]], deadline: float) -> list[Found]:

@@ -1,11 +1,16 @@
 """Compares the ids of 64 prompts over every way to compute them: alone, batched, by rank, cache, chunk and retract.
 
-    python -m tools.gates invariance [--requests 64] [--dtype float32|bfloat16|both] [--json]
+    python -m tools.gates invariance [--requests 64] [--dtype float32|bfloat16|both] [--device cpu|cuda]
+        [--shared-device] [--dense] [--kv-dtype model|fp8] [--json]
 
 Each way starts from the same prompts, half greedy, half seeded under every sampling rule, and is compared token by
 token with the first one: each prompt alone on rank 0, nothing cached. Prompts that grow by a page have a base of their
 own, on an ample pool. The log-probability of each token is compared
 with all its digits, so a difference that has not changed an id yet is seen, too.
+
+In float32 nothing may differ, and on cuda in bfloat16 neither: its kernels give a row the same bits whatever it is
+computed with. The cpu's bfloat16 is torch's, whose bits depend on the batch: there the count is the result. On cuda
+each dtype has its own base, "both" is bfloat16 alone, and --dense and --kv-dtype choose other weights and caches.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from dsparkd.kv.geometry import PoolSizes
 from dsparkd.model.config import load_model_config
 from dsparkd.text.tokenizer import Tokenizer
 from tools.harness import Server, Tables, ensure_checkpoint
+from tools.placement import DType, Placement, add_arguments, placement
 from tools.workload import Answer, Client, Item, growing_items, mixed_items, num_differing
 
 MAX_TOKENS = 16
@@ -41,6 +47,7 @@ class Way:
 
     name: str
     dtype: str
+    device: str
     differing_requests: int
     differing_ids: int
     differing_logprobs: int
@@ -51,15 +58,16 @@ class Way:
 
     @property
     def ok(self) -> bool:
-        """Float32 must be exact; of bfloat16 the count is the result."""
-        return self.proven and (self.dtype != "float32" or not (self.differing_ids or self.differing_logprobs))
+        """All but the cpu's bfloat16 must be exact."""
+        is_exact = not (self.differing_ids or self.differing_logprobs)
+        return self.proven and (is_exact or (self.device, self.dtype) == ("cpu", "bfloat16"))
 
 
 class Gate:
     """Runs the ways of one dtype and compares each with the first."""
 
-    def __init__(self, dtype: str, count: int, checkpoint: Path, report: Callable[[Way], None]) -> None:
-        self._dtype = dtype
+    def __init__(self, placed: Placement, count: int, checkpoint: Path, report: Callable[[Way], None]) -> None:
+        self._placed = placed
         vocab_size = Tokenizer.load(checkpoint).vocab_size
         self._mixed = mixed_items(count, vocab_size, MAX_TOKENS, seed=1)
         self._growing = growing_items(count, vocab_size, MAX_TOKENS, seed=2, page_tokens=PAGE_TOKENS)
@@ -81,13 +89,13 @@ class Gate:
             client = Client(server.wait_ready().base_url)
             name = "32 concurrent, both ranks, chunks of 256"
             self._take(name, client, mixed, CONCURRENCY, lambda index: index % 2, _no_hits)
-        with self._server(tiny_pool(self._checkpoint, self._dtype)) as server:
+        with self._server(tiny_pool(self._checkpoint, self._placed)) as server:
             client = Client(server.wait_ready().base_url)
             name = "growing: 32 concurrent, forced retract"
             self._take(name, client, growing, CONCURRENCY, lambda i: i % 2, lambda *_: _retractions(client))
 
     def _server(self, overrides: Tables) -> Server:
-        engine = {"dtype": self._dtype, "max_context_tokens": MAX_CONTEXT, "checkpoint": str(self._checkpoint)}
+        engine = {"max_context_tokens": MAX_CONTEXT, "checkpoint": str(self._checkpoint), **self._placed.engine()}
         base: dict[str, dict[str, object]] = {"engine": engine, "kv": {"page_tokens": PAGE_TOKENS}}
         for table, keys in overrides.items():
             base[table] = base.get(table, {}) | dict(keys)
@@ -109,7 +117,8 @@ class Gate:
         pairs = list(zip(base, answers, strict=True))
         way = Way(
             name=name,
-            dtype=self._dtype,
+            dtype=self._placed.dtype,
+            device=self._placed.device,
             differing_requests=sum(base.tokens != answer.tokens for base, answer in pairs),
             differing_ids=sum(num_differing(base.tokens, answer.tokens) for base, answer in pairs),
             differing_logprobs=sum(num_differing(base.logprobs, answer.logprobs) for base, answer in pairs),
@@ -121,10 +130,10 @@ class Gate:
         self._report(way)
 
 
-def tiny_pool(checkpoint: Path, dtype: str) -> Tables:
-    """A budget of TINY_PAGES pages for TINY_ROWS rows, and few snapshots; dtype: float32 or bfloat16."""
+def tiny_pool(checkpoint: Path, placed: Placement) -> Tables:
+    """A budget of TINY_PAGES pages for TINY_ROWS rows, and few snapshots."""
     geometry = load_model_config(checkpoint).kv_geometry(
-        PAGE_TOKENS, "float32" if dtype == "float32" else "bfloat16", drafts=True
+        PAGE_TOKENS, placed.dtype, drafts=True, kv_dtype=placed.kv_dtype
     )
     sizes = PoolSizes(num_pages=TINY_PAGES, num_slots=TINY_ROWS + 1, num_snapshots=2)
     rest = TINY_PAGES * geometry.page_bytes + 2 * geometry.snapshot_bytes
@@ -159,6 +168,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gates invariance", description="ids by every way")
     parser.add_argument("--requests", type=int, default=64, help="prompts a way")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
+    add_arguments(parser, dtype=False)
     parser.add_argument("--checkpoint", type=Path, help="directory; the small checkpoint by default")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
@@ -177,16 +187,26 @@ def main(argv: list[str]) -> int:
 
     if not arguments.json:
         print(f"{'dtype':9} {'way':42} {'ids':>5} {'logprobs':>8} {'of':>6} {'s':>6}  proof")
-    for dtype in ("float32", "bfloat16") if arguments.dtype == "both" else (arguments.dtype,):
-        Gate(dtype, arguments.requests, checkpoint, report).run()
+    both: tuple[DType, ...] = ("float32", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
+    dtypes: tuple[DType, ...] = both if arguments.dtype == "both" else (arguments.dtype,)
+    for dtype in dtypes:
+        placed = placement(arguments, dtype)
+        with placed.checkpoint(checkpoint) as directory:
+            Gate(placed, arguments.requests, directory, report).run()
     elapsed = round(time.perf_counter() - began, 1)
     ok = all(way.ok for way in ways)
     if arguments.json:
         print(
             json.dumps(
-                {"ok": ok, "elapsed_s": elapsed, "requests": arguments.requests, "ways": [asdict(w) for w in ways]}
+                {
+                    "ok": ok,
+                    "elapsed_s": elapsed,
+                    "placed": str(placed),
+                    "requests": arguments.requests,
+                    "ways": [asdict(w) for w in ways],
+                }
             )
         )
     else:
-        print(f"{'ok' if ok else 'FAIL'}: {arguments.requests} requests, {len(ways)} ways, {elapsed} s")
+        print(f"{'ok' if ok else 'FAIL'}: {placed}: {arguments.requests} requests, {len(ways)} ways, {elapsed} s")
     return 0 if ok else 1

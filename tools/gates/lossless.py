@@ -1,6 +1,7 @@
 """Gate `lossless`: speculation changes no id, greedy or seeded, by any axis; and both acceptance rules are exact.
 
     python -m tools.gates lossless [--prompts 500] [--checkpoint DIR] [--skip-lengths] [--json]
+        [--device cpu|cuda] [--dtype float32|bfloat16] [--shared-device] [--dense] [--kv-dtype model|fp8]
 
 A base run without speculation answers prompts of the test split, two in five of them identifiers to copy, in turn
 greedily, at temperature 0.7 and at 1.0, both with top_p 0.95 and a seed. Then one axis at a time is moved, with
@@ -9,6 +10,9 @@ retract. All copies and as many others as a fifth of the prompts take each axis;
 digits of it, must be the base's, and counters prove that the axis was moved. Tiny vocabularies then test what both
 acceptance rules emit by chi-square against the exact distributions, under every filter. What each rule accepts at three
 temperatures is reported.
+
+On cuda, where the time of a device is dear, by default fewer prompts and draws are taken and the least and the most
+drafts verified, and accepted lengths are left out; what was taken is in the last line. Nothing may differ there either.
 """
 
 from __future__ import annotations
@@ -30,14 +34,17 @@ from dsparkd.executor.costs import CostTable, Origin
 from dsparkd.model.config import load_model_config
 from dsparkd.text.encoding import ChatEncoding
 from tools import acceptance_draws, exam
-from tools.acceptance_draws import CASES, RULES, Result
+from tools.acceptance_draws import CASES, DRAWS, RULES, Result, World
 from tools.gates.invariance import PAGE_TOKENS, tiny_pool
 from tools.harness import Server, Tables, ensure_checkpoint, merge
+from tools.placement import Placement, add_arguments, placement
 from tools.train_nano.tasks import TASKS, draw
 from tools.train_nano.tasks.example import Task
 from tools.workload import Answer, Client, Item, num_differing
 
 PROMPTS = 500
+CUDA_PROMPTS = 60
+CUDA_DRAWS = 8_000
 MAX_TOKENS = 64
 PROMPT_TOKENS = 2048  # of a recall prompt with its answer
 MAX_CONTEXT = 2560
@@ -150,8 +157,9 @@ def growing(copies: Sequence[Item], seed: int) -> list[Item]:
 class Gate:
     """Runs base and axes; `report` hears of each axis."""
 
-    def __init__(self, checkpoint: Path, count: int, report: Callable[[Axis], None]) -> None:
+    def __init__(self, checkpoint: Path, placed: Placement, count: int, report: Callable[[Axis], None]) -> None:
         self._checkpoint = checkpoint
+        self._placed = placed
         self._report = report
         config = load_model_config(checkpoint)
         self._gamma = config.gamma
@@ -176,7 +184,7 @@ class Gate:
         for items in (self._some, self._alone):  # parts of the base run
             numbers = {id(item): number for number, item in enumerate(self._all)}
             self._bases[id(items)] = [self._bases[id(self._all)][numbers[id(item)]] for item in items]
-        for most in range(1, self._gamma + 1):
+        for most in (1, self._gamma) if self._placed.on_cuda else range(1, self._gamma + 1):
             with self._server(self._speculation(most)) as server:
                 client = Client(server.wait_ready().base_url)
                 name = f"max_verify {most}"
@@ -190,7 +198,7 @@ class Gate:
                 for name, items in (("compact", self._some), ("compact, grammars", self._held)):
                     self._take(name, client, items, 32, lambda index: index % 2, _left_out(client))
         # Fewer tokens than the other servers': the pool must hold one sequence of the length.
-        pool = merge(tiny_pool(self._checkpoint, "float32"), {"engine": {"max_context_tokens": TINY_CONTEXT}})
+        pool = merge(tiny_pool(self._checkpoint, self._placed), {"engine": {"max_context_tokens": TINY_CONTEXT}})
         with self._server(merge(self._speculation(self._gamma), pool)) as server:
             client = Client(server.wait_ready().base_url)
             self._take("retract", client, self._growing, 32, lambda index: index % 2, _retractions(client))
@@ -233,7 +241,7 @@ class Gate:
         return {"dspark": {"enabled": True, "max_verify": most}}
 
     def _server(self, overrides: Tables) -> Server:
-        engine = {"dtype": "float32", "max_context_tokens": MAX_CONTEXT, "checkpoint": str(self._checkpoint)}
+        engine = {"max_context_tokens": MAX_CONTEXT, "checkpoint": str(self._checkpoint), **self._placed.engine()}
         base: Tables = {
             "engine": engine,
             "kv": {"page_tokens": PAGE_TOKENS},
@@ -242,15 +250,24 @@ class Gate:
         return Server(merge(base, overrides))
 
     def _costs(self, directory: Path) -> Path:
-        """A cost table by which likely drafts pay and others do not: a token costs as much as a twentieth of a step."""
+        """A cost table by which likely drafts pay and others do not: a token costs as much as a twentieth of a step.
+
+        Its seconds are about those of real steps, beside which they are held.
+        """
         rows, widths = (1, MAX_ROWS), tuple(range(1, self._gamma + 2))
         table = CostTable(
             version=costs.VERSION,
-            origin=Origin(machine="made up", device="cpu", dtype="float32", checkpoint="any", measured="never"),
+            origin=Origin(
+                machine="made up",
+                device=self._placed.device,
+                dtype=self._placed.dtype,
+                checkpoint="any",
+                measured="never",
+            ),
             rows=rows,
             widths=widths,
-            verify_s=tuple(tuple(1.0 + 0.05 * count * width for width in widths) for count in rows),
-            draft_s=(0.1, 0.1),
+            verify_s=tuple(tuple(0.01 * (1.0 + 0.05 * count * width) for width in widths) for count in rows),
+            draft_s=(0.001, 0.001),
         )
         path = directory / "costs.json"
         path.write_bytes(msgspec.json.encode(table))
@@ -353,11 +370,16 @@ def fits(result: Result) -> bool:
 def main(argv: list[str]) -> int:
     """Take every axis and test the distributions; 0 when nothing differs and everything fits."""
     parser = argparse.ArgumentParser(prog="python -m tools.gates lossless", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="of the base run; two in five are copies")
+    parser.add_argument("--prompts", type=int, help=f"of the base run ({PROMPTS}, on cuda {CUDA_PROMPTS})")
+    parser.add_argument("--draws", type=int, help=f"of each distribution ({DRAWS}, on cuda {CUDA_DRAWS})")
     parser.add_argument("--checkpoint", type=Path, help="directory; the shipped checkpoint by default")
     parser.add_argument("--skip-lengths", action="store_true", help="do not compare what the two rules accept")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_arguments(parser)
     arguments = parser.parse_args(argv)
+    placed = placement(arguments)
+    num_prompts = arguments.prompts or (CUDA_PROMPTS if placed.on_cuda else PROMPTS)
+    num_draws = arguments.draws or (CUDA_DRAWS if placed.on_cuda else DRAWS)
     torch.set_num_threads(1)
     began = time.perf_counter()
     checkpoint = (arguments.checkpoint or ensure_checkpoint()).resolve()
@@ -372,15 +394,17 @@ def main(argv: list[str]) -> int:
         say(axis.line())
 
     say(HEADER)
-    gate = Gate(checkpoint, arguments.prompts, report)
-    gate.run()
+    with placed.checkpoint(checkpoint) as directory:
+        gate = Gate(directory, placed, num_prompts, report)
+        gate.run()
+        lengths = [] if arguments.skip_lengths or placed.on_cuda else gate.lengths()
     say(acceptance_draws.HEADER)
     results = []
+    world = World(torch.device(placed.device))
     for case in CASES:
         for rule in RULES:
-            results.append(acceptance_draws.play(case, rule))
+            results.append(acceptance_draws.play(case, rule, num_draws, world=world))
             say(results[-1].line())
-    lengths = [] if arguments.skip_lengths else gate.lengths()
     for length in lengths:
         say(
             f"{length.acceptance:10} temperature {length.temperature}: {length.mean:.2f} tokens in {length.steps} steps"
@@ -388,10 +412,12 @@ def main(argv: list[str]) -> int:
     ok = all(axis.ok for axis in axes) and all(fits(result) for result in results)
     elapsed = round(time.perf_counter() - began, 1)
     if arguments.json:
-        facts = {"ok": ok, "elapsed_s": elapsed, "checkpoint": checkpoint.name, "prompts": arguments.prompts}
+        facts = {"ok": ok, "elapsed_s": elapsed, "checkpoint": checkpoint.name, "placed": str(placed)}
+        facts |= {"prompts": num_prompts, "draws": num_draws}
         parts = {"axes": axes, "distributions": results, "lengths": lengths}
         print(json.dumps(facts | {name: [asdict(each) for each in part] for name, part in parts.items()}))  # type: ignore[attr-defined]
     else:
         verdict = "ok" if ok else "FAIL"
-        print(f"{verdict}: {arguments.prompts} prompts, {len(axes)} runs, {len(results)} tests, {elapsed} s")
+        tests = f"{len(results)} tests of {num_draws} rounds"
+        print(f"{verdict}: {placed}: {num_prompts} prompts, {len(axes)} runs, {tests}, {elapsed} s")
     return 0 if ok else 1

@@ -1,10 +1,14 @@
 """Gate `oracle`: logits of transformers' DeepSeek-V4 and ours agree, however the tokens are cut into steps.
 
     python -m tools.gates oracle [--json]
+    python -m tools.gates oracle --device cuda [--dtype float32|bfloat16] [--kv-dtype model|fp8] [--per-task 1] [--json]
 
 Each case is a random small geometry with every parameter drawn at random, written in the official layout, and read
 back by two readers that share no code. Reference: transformers in float32, eager, in one pass and over its own cache.
 Ours: one pass, random chunks, token by token. An error is the largest difference over the largest logit.
+
+On cuda the shipped checkpoint is compared, on real texts, read as it is stored (FP4 experts, FP8 linears) and from a
+copy without quantisation (tools/placed_logits.py): in both dtypes unless one is named.
 """
 
 from __future__ import annotations
@@ -20,7 +24,10 @@ from pathlib import Path
 import torch
 
 from dsparkd.kv.geometry import PoolSizes
+from tools import placed_logits
+from tools.harness import ensure_checkpoint
 from tools.oracle import Engine, load_oracle, oracle_logits, relative_error
+from tools.placement import Placement
 from tools.random_checkpoint import Values, nano_config, write_checkpoint
 
 TOLERANCE = 1e-4
@@ -143,12 +150,43 @@ def run_case(seed: int, stored: str, length: int, directory: Path) -> Case:
     )
 
 
+def compare_shipped(arguments: argparse.Namespace) -> int:
+    """The shipped checkpoint on cuda; 0 when every difference is explained."""
+    began = time.perf_counter()
+    checkpoint = ensure_checkpoint().resolve()
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no GPU to compare on")
+    reference = placed_logits.Reference(checkpoint, arguments.per_task)
+    found: list[placed_logits.Placed] = []
+    if not arguments.json:
+        print(placed_logits.HEADER, flush=True)
+    given = Placement("cuda", kv_dtype=arguments.kv_dtype)
+    for placed in placed_logits.placements(given, arguments.dtype):
+        with placed.checkpoint(checkpoint) as directory:
+            found.append(placed_logits.compare(reference, directory, placed))
+        if not arguments.json:
+            print(found[-1].line(), flush=True)
+    elapsed, ok = round(time.perf_counter() - began, 1), all(one.ok for one in found)
+    if arguments.json:
+        print(json.dumps({"ok": ok, "elapsed_s": elapsed, "placed": [asdict(one) for one in found]}))
+    else:
+        texts = len(reference.texts)
+        print(f"{'ok' if ok else 'FAIL'}: {texts} texts, {len(found)} ways to store and compute, {elapsed} s")
+    return 0 if ok else 1
+
+
 def main(argv: list[str]) -> int:
     """Run every case; 0 when all agree within TOLERANCE."""
     parser = argparse.ArgumentParser(prog="python -m tools.gates oracle", description="compare with transformers")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=("float32", "bfloat16"))
+    parser.add_argument("--kv-dtype", choices=("model", "fp8"), default="model", help="cuda: how keys are cached")
+    parser.add_argument("--per-task", type=int, default=1, help="cuda: texts of each task")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if arguments.device == "cuda":
+        return compare_shipped(arguments)
     began = time.perf_counter()
     cases: list[Case] = []
     header = "seed stored   length window topk heads one-shot chunked  single   (cached)    s  layers"

@@ -15,7 +15,17 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-FAMILIES = ("linear", "attention", "experts", "feed_forward", "hyper_connection", "indexer", "compressor", "kept_rows")
+FAMILIES = (
+    "linear",
+    "attention",
+    "experts",
+    "feed_forward",
+    "hyper_connection",
+    "indexer",
+    "compressor",
+    "kept_rows",
+    "packed",
+)
 
 
 class Scale(StrEnum):

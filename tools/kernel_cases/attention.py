@@ -11,6 +11,7 @@ from torch import Tensor
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda.attention import TritonAttention, norm_and_rotate
 from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.packed import pack, round_
 from dsparkd.kernels.rotary import Rotation
 from tools.kernel_cases import Case, Scale
 from tools.kernel_cases.rows import DECODE, ONE, PREFILL, SMALL, Step, random_floats, random_rotation, random_values
@@ -43,11 +44,13 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
         yield _heads(geometry, step, device)
         for kind in (SWA, CSA, HCA):
             yield _attention(geometry, kind, step, device)
+            if step in (SMALL, DECODE):
+                yield _attention(geometry, kind, step, device, packed=True)
     # Entries of more than one part, and of 16.
     yield _attention(geometry, HCA, Step(2, 2, 70_000) if small else Step(4, 6, 1 << 20), device)
 
 
-def _attention(g: Geometry, kind: str, step: Step, device: torch.device) -> Case:
+def _attention(g: Geometry, kind: str, step: Step, device: torch.device, *, packed: bool = False) -> Case:
     n = step.num_tokens
     queries = random_values(device, n, g.heads, g.width, seed=1, scale=g.width**-0.5)
     ring = random_values(device, step.num_sequences * g.window + 1, g.width, seed=2)
@@ -56,6 +59,10 @@ def _attention(g: Geometry, kind: str, step: Step, device: torch.device) -> Case
     sources = _sources(g, step).to(device)
     first = (g.window - 1 - step.positions()).clamp(min=0).to(device)
     keys, visible, chosen = _entries(g, kind, step, device)
+    if packed:
+        round_(chunk, g.rotary)
+        ring, keys = pack(ring, g.rotary), pack(keys, g.rotary)
+    key_bytes = ring.shape[1] * ring.itemsize
 
     def window(part: slice) -> WindowKeys:
         return WindowKeys(ring, chunk, sources[part], first[part], False)
@@ -91,13 +98,13 @@ def _attention(g: Geometry, kind: str, step: Step, device: torch.device) -> Case
     num_keys = int((g.window - first).sum() + (counts.sum() if kind != SWA else 0))
     used = _distinct(sources) + _used_entries(kind, visible, chosen)
     return Case(
-        name=f"attention.{kind}",
+        name=f"attention.{kind}{'_packed' if packed else ''}",
         shape=step.words,
         num_rows=n,
         run=run,
         reference=reference,
         tolerance=1e-2,
-        floor_bytes=2 * (2 * queries.numel() + used * g.width),
+        floor_bytes=2 * 2 * queries.numel() + used * key_bytes,
         floor_flops=4 * num_keys * g.heads * g.width,
     )
 

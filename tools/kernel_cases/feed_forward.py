@@ -17,9 +17,9 @@ LIMIT = 10.0
 
 
 def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
-    """Scored and hashed routes, activation, sum."""
+    """Scored and hashed routes, activation."""
     small = scale is Scale.SMALL
-    experts, top_k, vocabulary, width, expert_width = (12, 3, 40, 40, 24) if small else (256, 6, 129280, 4096, 2048)
+    experts, top_k, vocabulary, expert_width = (12, 3, 40, 24) if small else (256, 6, 129280, 2048)
     bias = torch.arange(experts, device=device).remainder(2) * 0.25
     table = torch.stack([torch.arange(vocabulary, device=device) * 7 + 5 * j for j in range(top_k)], 1) % experts
     for rows in (40,) if small else (64 * 6, 8192):
@@ -51,26 +51,16 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
                 timed=lambda rule=rule, x=logits, ids=ids, live=live: TritonRouter(rule)(x, ids, live),  # type: ignore[misc]
             )
         hidden = torch.randn((rows, 2 * expert_width), generator=generator, device=device).mul(6).bfloat16()
-        partials = torch.randn((2, rows, width), generator=generator, device=device)
-        shared = torch.randn((rows, width), generator=generator, device=device).bfloat16()
 
         def activate(kernel: FeedForwardKernel, part: slice, hidden: Tensor = hidden) -> Tensor:
             return kernel.activate(hidden[part], LIMIT)
 
-        def add(kernel: FeedForwardKernel, part: slice, partials: Tensor = partials, shared: Tensor = shared) -> Tensor:
-            own = partials if part.stop - part.start == partials.shape[1] else partials[:, part].contiguous()
-            return kernel.add(own.unbind(), shared[part])
-
-        for name, function, floor in (
-            ("activate", activate, rows * 6 * expert_width),
-            ("add", add, rows * 12 * width),
-        ):
-            yield Case(
-                name=f"feed_forward.{name}",
-                shape=f"{rows} rows of {width if name == 'add' else expert_width}",
-                num_rows=rows,
-                run=lambda part, f=function: f(TritonFeedForward(), part),  # type: ignore[misc]
-                reference=lambda part, f=function: f(TorchFeedForward(), part),  # type: ignore[misc]
-                tolerance=1e-2,
-                floor_bytes=floor,
-            )
+        yield Case(
+            name="feed_forward.activate",
+            shape=f"{rows} rows of {expert_width}",
+            num_rows=rows,
+            run=lambda part, f=activate: f(TritonFeedForward(), part),  # type: ignore[misc]
+            reference=lambda part, f=activate: f(TorchFeedForward(), part),  # type: ignore[misc]
+            tolerance=1e-2,
+            floor_bytes=rows * 6 * expert_width,
+        )

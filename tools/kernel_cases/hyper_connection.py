@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.cuda.hyper_connection import (
-    SPLITS,
+    PART_COLUMNS,
     TritonHyperConnection,
     TritonProduct,
+    advance,
     collapse_last,
-    split_length,
 )
+from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection, weighted_sum
 from tools.kernel_cases import Case, Scale
 from tools.kernel_cases.rows import random_floats, random_values
@@ -34,7 +35,10 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
     streams = random_values(device, tokens, STREAMS, width, seed=1)
     output = random_values(device, tokens, width, seed=2)
     matrix = random_floats(device, OUTPUTS, STREAMS * width, seed=3) * (STREAMS * width) ** -0.5
-    parts = random_floats(device, SPLITS, tokens, OUTPUTS, seed=4)
+    num_parts = -(-width // PART_COLUMNS)
+    raw = random_floats(device, num_parts, tokens, OUTPUTS, seed=4)
+    squares = squares_of(streams)
+    parts = torch.cat((raw, squares), 2)
     mixing = Mixing(
         scale=1 + 0.3 * random_floats(device, OUTPUTS, seed=5),
         base=random_floats(device, OUTPUTS, seed=6),
@@ -63,22 +67,38 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         return kernel.collapse(streams[part], parts[:, part].contiguous(), mixing)
 
     def reference_collapse(part: slice) -> Collapsed:
-        return torch_form.collapse(streams[part].float(), parts[:, part], mixing)
+        return torch_form.collapse(streams[part].float(), raw[:, part], mixing)
 
-    def reference_product(part: slice) -> Tensor:
-        flat, length = streams[part].flatten(1).double(), split_length(matrix.shape[1])
-        cuts = [slice(at, at + length) for at in range(0, SPLITS * length, length)]
-        return torch.stack([flat[:, cut] @ matrix[:, cut].t().double() for cut in cuts], 1)
+    def reference_product(streams: Tensor) -> Tensor:
+        """Sums of the parts, and of the squares."""
+        flat = streams.flatten(1).double()
+        return torch.cat((flat @ matrix.t().double(), flat.square().sum(1, keepdim=True)), 1)
+
+    summands = Summands(
+        (random_floats(device, tokens, width, seed=12), random_floats(device, tokens, width, seed=13)), output
+    )
+
+    def advance_rows(part: slice) -> tuple[Tensor, Tensor]:
+        first, second = (each[part] for each in summands.partials)
+        expanded, products = advance(Summands((first, second), output[part]), streams[part], expand_rows(part), product)
+        assert products is not None
+        return expanded, products
+
+    def reference_advance(part: slice) -> Tensor:
+        first, second = (each[part] for each in summands.partials)
+        total = Summands((first, second), output[part]).total()
+        return torch_form.expand(total.float(), streams[part].float(), expand_rows(part))
 
     yield Case(
         name="mhc.product",
         shape=f"{tokens} tokens",
         num_rows=tokens,
-        run=lambda part: product(streams[part]).transpose(0, 1),
-        reference=reference_product,
+        run=lambda part: product(streams[part]).sum(0),
+        reference=lambda part: reference_product(streams[part]),
         tolerance=1e-5,
         floor_bytes=stream_bytes + 4 * matrix.numel(),
         floor_flops=2 * tokens * matrix.numel(),
+        timed=lambda: product(streams),
     )
     yield Case(
         name="mhc.collapse",
@@ -101,13 +121,14 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
             floor_bytes=0,
             untimed=True,
         )
-    head, base = random_floats(device, SPLITS, tokens, STREAMS, seed=10), random_floats(device, STREAMS, seed=11)
+    own_raw, base = random_floats(device, num_parts, tokens, STREAMS, seed=10), random_floats(device, STREAMS, seed=11)
+    head = torch.cat((own_raw, squares), 2)
     scale = mixing.scale[:1]
 
     def reference_last(part: slice) -> Tensor:
         own = streams[part].double()
         length = (own.flatten(1).square().mean(1, keepdim=True) + mixing.norm_eps).rsqrt()
-        return weighted_sum(own, (head[:, part].double().sum(0) * length * scale + base).sigmoid() + mixing.eps)
+        return weighted_sum(own, (own_raw[:, part].double().sum(0) * length * scale + base).sigmoid() + mixing.eps)
 
     yield Case(
         name="mhc.last",
@@ -130,3 +151,29 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         tolerance=1e-2,
         floor_bytes=2 * stream_bytes + row_bytes,
     )
+    yield Case(
+        name="mhc.advance",
+        shape=f"{tokens} tokens",
+        num_rows=tokens,
+        run=lambda part: advance_rows(part)[0],
+        reference=reference_advance,
+        tolerance=1e-2,
+        floor_bytes=2 * stream_bytes + 5 * row_bytes + 4 * matrix.numel(),
+        floor_flops=2 * tokens * matrix.numel(),
+    )
+    yield Case(
+        name="mhc.advance.product",
+        shape=f"{tokens} tokens",
+        num_rows=tokens,
+        run=lambda part: advance_rows(part)[1].sum(0),
+        reference=lambda part: reference_product(advance_rows(part)[0]),
+        tolerance=1e-5,
+        floor_bytes=0,
+        untimed=True,
+    )
+
+
+def squares_of(streams: Tensor) -> Tensor:
+    """Sums of the squares of streams [T, S, D] by parts [P, T, 1]."""
+    columns = [part.float().square().sum((1, 2)) for part in torch.split(streams, PART_COLUMNS, 2)]
+    return torch.stack(columns)[:, :, None]

@@ -19,28 +19,40 @@ from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
+from dsparkd.kernels.cuda.packed import block_of, load_keys, tails_of
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.row_layout import scales_at
 
 HEAD_ROWS = 8  # vectors that one program norms and rotates
 PART = 512  # entries of one part: as many as an indexer chooses, whose tokens have one part and need no sum
 PART_BYTES = 256 << 20  # of parts' results that may lie in memory at once
+HALVED = 512  # columns of a head that two programs share
+ARRIVALS = 8192  # programs that may wait for each other's parts
 SUM_COLUMNS = 64  # of a head, in which parts are added at once
 
 
 class TritonAttention:
-    """Form for cuda. Implements AttentionKernel."""
+    """Form for cuda. Implements AttentionKernel.
 
-    def prepare(self, heads: int, width: int, rotary: int, like: Tensor) -> None:
+    One call at a time: the counters of arrived parts are kept, and zero between calls.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: Tensor | None = None
+
+    def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """See AttentionKernel. The first context of more than one part comes long after the first step."""
         queries, keys = like.new_zeros((1, heads, width)), like.new_zeros((1, width))
         sink, angles = (torch.zeros(shape, device=like.device) for shape in ((heads,), (1, 1, rotary)))
         places = torch.zeros((1, 2 * PART), dtype=torch.int64, device=like.device)
-        window = WindowKeys(keys, keys, places[:, :1], places[0, :1], True)
+        rows = keys if kept is None else torch.zeros_like(kept[:1])
+        window = WindowKeys(rows, keys, places[:, :1], places[0, :1], True)
         for count in (PART, PART + 1):
-            entries = EntryKeys(keys, places[:, : triton.cdiv(count, PART) * PART], places[0, :1] + count)
+            entries = EntryKeys(rows, places[:, : triton.cdiv(count, PART) * PART], places[0, :1] + count)
             self.attend(queries, window, entries, sink, Rotation(angles, angles), torch.empty_like(queries))
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
@@ -73,8 +85,11 @@ class TritonAttention:
         n, H, d = queries.shape
         num_parts = 1 if entries is None else max(1, triton.cdiv(entries.slots.shape[1], PART))
         step = n
+        if self._arrivals is None:
+            self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=queries.device)
         if num_parts > 1:  # whole sixteens: Triton compiles anew for pointers that are aligned to less than that
-            step = max(16, PART_BYTES // (4 * num_parts * H * (d + 2)) // 16 * 16)
+            most = ARRIVALS // (2 * triton.cdiv(H, 16))
+            step = max(16, min(most, PART_BYTES // (4 * num_parts * H * (d + 2))) // 16 * 16)
         for start in range(0, n, step):
             few = slice(start, min(start + step, n))
             _attend_few(
@@ -85,6 +100,7 @@ class TritonAttention:
                 inverse.rows(few),
                 output[few],
                 num_parts,
+                self._arrivals,
             )
 
 
@@ -103,28 +119,32 @@ def _attend_few(
     inverse: Rotation,
     output: Tensor,
     num_parts: int,
+    arrivals: Tensor,
 ) -> None:
-    """Attend with room for the results of num_parts parts a token."""
+    """Attend with room for the results of num_parts parts a token; arrivals: zeros, and zeros again behind it."""
     n, H, d = queries.shape
-    tile = _Tile(H, d, queries.dtype)
-    num_blocks = triton.cdiv(H, tile.heads)
+    packed = is_packed(window.ring)
+    tile = _Tile(H, d, queries.dtype, packed)
+    num_blocks = triton.cdiv(H, tile.heads) * tile.halves
     mixes = sums = sink  # not written where a token has one part
-    arrivals = window.first
     if num_parts > 1:
         mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
-        arrivals = torch.zeros((n, num_blocks), dtype=torch.int64, device=queries.device)
     # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds,
     # and a second one any number of parts above one, whose sum takes registers from the rest.
     slots = window.sources if entries is None else entries.slots
     rows = None if entries is None else entries.rows
+    kept = window.ring if entries is None else entries.entries
+    rotary = inverse.cos.shape[-1]
     _attend[(n, num_blocks, num_parts)](
         queries,
         window.ring,
+        tails_of(window.ring),
         window.chunk,
         window.sources,
         window.first,
         window.sources.shape[1],
-        window.chunk if entries is None else entries.entries,
+        kept,
+        tails_of(kept),
         slots,
         slots if rows is None else rows,
         window.first if entries is None else entries.counts,
@@ -141,8 +161,11 @@ def _attend_few(
         H,
         MANY_PARTS=num_parts > 1,
         D=d,
-        R=inverse.cos.shape[-1],
+        R=rotary,
+        B=window.ring.shape[1] if packed else 0,
+        SCALES=scales_at(d, rotary) if packed else 0,
         PART=PART,
+        HALVES=tile.halves,
         BLOCK_H=tile.heads,
         BLOCK_D=tile.width,
         BLOCK_K=tile.keys,
@@ -158,17 +181,22 @@ def _attend_few(
 class _Tile:
     """Sizes of one program, by geometry and dtype alone: they fix the order of every reduction."""
 
-    def __init__(self, num_heads: int, width: int, dtype: torch.dtype) -> None:
-        self.width = triton.next_power_of_2(width)
+    def __init__(self, num_heads: int, width: int, dtype: torch.dtype, packed: bool) -> None:
+        self.width = block_of(width) if packed else triton.next_power_of_2(width)
         # A tensor core tile has 16 rows; 64 heads share each key that is read and fill a warp group's product.
         self.heads = min(max(triton.next_power_of_2(num_heads), 16), 64 if dtype == torch.bfloat16 else 16)
         if dtype == torch.bfloat16:
             # Places are loaded two tiles ahead and keys one: queries, two tiles of keys and the shares of 64 heads by
             # 512 take 193 of the 227 KiB of shared memory.
-            self.keys, self.stages = 64, 3
+            # Packed ones lie there as codes, as rotary columns and as values: 32 of them take 176 KiB.
+            self.keys, self.stages = 32 if packed else 64, 3
         else:
             self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
-        self.warps = 8 if self.heads * self.width >= 64 * 256 else 4
+        # Heads by 512 columns fill the registers of two warp groups, of which each would multiply all by all keys: so
+        # two programs take a half of the columns each, and share nothing but the keys.
+        self.halves = 2 if dtype == torch.bfloat16 and not packed and width == HALVED else 1
+        self.width //= self.halves
+        self.warps = 8 if self.heads * self.width >= 64 * 512 else 4
 
 
 def norm_and_rotate(
@@ -219,10 +247,24 @@ def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, d] of a softmax."""
+def _columns(row, c, D: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns c of the rows at these pointers [K], zeros past the width; halves have none there."""
+    if HALVES == 2:
+        return tl.load(row[:, None] + c[None, :])
+    else:
+        return tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fold(  # type: ignore[no-untyped-def]
+    q, keys, other_q, other_keys, live, top, total, mixed,
+    HALVES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, columns] of a softmax."""
     keys = keys.to(OPERAND)
     logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if HALVES == 2:  # both programs add the same two numbers, so their shares are the same to the bit
+        logits += tl.dot(other_q, tl.trans(other_keys.to(OPERAND)), input_precision=PRECISION)
     logits = tl.where(live[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     shares = tl.exp(logits - new_top[:, None])
@@ -236,12 +278,14 @@ def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl
 @triton.jit(do_not_specialize=["W", "E", "by_rows", "num_parts"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # [n, H, d]
-    ring,  # [*, d]
+    ring,  # [*, d], or packed [*, B]
+    ring_tails,  # the same memory as bfloat16, where packed
     chunk,  # [*, d]
     sources,  # [n, W]
     first,  # [n]
     W,
-    entries,  # [*, d]
+    entries,  # [*, d], or packed [*, B]
+    entry_tails,
     slots,  # [n or B, E]
     rows,  # [n]
     counts,  # [n]
@@ -259,7 +303,10 @@ def _attend(  # type: ignore[no-untyped-def]
     MANY_PARTS: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
+    B: tl.constexpr,
+    SCALES: tl.constexpr,
     PART: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -267,7 +314,8 @@ def _attend(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    follow()
+    """HALVES: of the columns; each of two programs makes its own half of a head's, from the shares of both."""
+    follow_alone()
     t = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
     part = 0
@@ -277,11 +325,17 @@ def _attend(  # type: ignore[no-untyped-def]
         end = tl.minimum(count, (part + 1) * PART)
         if part * PART >= tl.maximum(count, 1):  # the first part has the window, whatever else
             return
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    c = tl.arange(0, BLOCK_D)
+    half = tl.program_id(1) % HALVES
+    h = tl.program_id(1) // HALVES * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = half * BLOCK_D + tl.arange(0, BLOCK_D)
+    other_c = (HALVES - 1 - half) * BLOCK_D + tl.arange(0, BLOCK_D)
     own = (t * H + h)[:, None] * D + c[None, :]
     real = (h < H)[:, None] & (c < D)[None, :]
     q = tl.load(queries + own, mask=real, other=0.0).to(OPERAND)
+    other_q = q
+    if HALVES == 2:
+        other_q = tl.load(queries + (t * H + h)[:, None] * D + other_c[None, :], mask=(h < H)[:, None], other=0.0)
+        other_q = other_q.to(OPERAND)
     # The sink is a key of no value: it starts the first part's maximum, and its denominator with e^0.
     top = tl.load(sink + h, mask=h < H, other=0.0)
     total = tl.full([BLOCK_H], 1.0, tl.float32)
@@ -299,18 +353,35 @@ def _attend(  # type: ignore[no-untyped-def]
         live = (k >= hidden) & (k < W)
         # In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
         source = tl.load(sources + t * W + tl.minimum(tl.maximum(k, hidden), W - 1))
-        row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
-        keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
-        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+        if B > 0:
+            old = source >= 0
+            keys = load_keys(ring, ring_tails, tl.where(old, source, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
+            row = chunk + tl.where(old, 0, -1 - source) * D
+            fresh = (source < 0)[:, None] & (c < D)[None, :]
+            keys = tl.where(fresh, tl.load(row[:, None] + c[None, :], mask=fresh, other=0.0).to(OPERAND), keys)
+        else:
+            row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
+            keys = _columns(row, c, D, HALVES)
+        other_keys = keys
+        if HALVES == 2:
+            other_keys = _columns(row, other_c, D, HALVES)
+        top, total, mixed = _fold(q, keys, other_q, other_keys, live, top, total, mixed, HALVES, OPERAND, PRECISION)
     own_slots = slots + t * E
     if by_rows:
         own_slots = slots + tl.load(rows + t) * E
     for start in range(part * PART, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         live = k < count
-        row = entries + tl.load(own_slots + tl.minimum(k, count - 1)) * D
-        keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
-        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+        slot = tl.load(own_slots + tl.minimum(k, count - 1))
+        if B > 0:
+            keys = load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
+        else:
+            row = entries + slot * D
+            keys = _columns(row, c, D, HALVES)
+        other_keys = keys
+        if HALVES == 2:
+            other_keys = _columns(row, other_c, D, HALVES)
+        top, total, mixed = _fold(q, keys, other_q, other_keys, live, top, total, mixed, HALVES, OPERAND, PRECISION)
 
     if MANY_PARTS:
         live_parts = (count + PART - 1) // PART
@@ -322,23 +393,24 @@ def _attend(  # type: ignore[no-untyped-def]
             tl.store(own_sums + H + h, total, mask=h < H)
             # Every thread's stores come before the arrival, and the last arrival before any load of others' parts.
             tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + t * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
-            if arrived == live_parts - 1:
+            arrival = arrivals + t * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == live_parts - 1:
+                tl.store(arrival, 0)
                 _add_parts(
                     mixes + first_part * H * D, sums + first_part * 2 * H, output, cos, sin, t, h, live_parts,
-                    H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
+                    half * BLOCK_D, H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
                 )  # fmt: skip
             return
-    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
+    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D, half * BLOCK_D)
     tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_parts(  # type: ignore[no-untyped-def]
-    mixes, sums, output, cos, sin, t, h, live_parts,
+    mixes, sums, output, cos, sin, t, h, live_parts, first_column,
     H, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of token t in their order: mixes [P, H, d], sums [P, 2, H], heads h."""
+    """Add the parts of token t in their order: mixes [P, H, d], sums [P, 2, H], heads h, BLOCK_D columns."""
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for part in range(live_parts):
         top = tl.maximum(top, tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg"))
@@ -347,7 +419,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
         own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
         own_total = tl.load(sums + part * 2 * H + H + h, mask=h < H, other=1.0, cache_modifier=".cg")
         total += own_total * tl.exp(own_top - top)
-    for column in range(0, BLOCK_D, BLOCK_C):
+    for column in range(first_column, first_column + BLOCK_D, BLOCK_C):
         c = column + tl.arange(0, BLOCK_C)
         real = (h < H)[:, None] & (c < D)[None, :]
         mixed = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)

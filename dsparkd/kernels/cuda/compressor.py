@@ -16,8 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.attention import rotate_pairs
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone
+from dsparkd.kernels.cuda.packed import SPAN as SPAN_OF_SCALE
+from dsparkd.kernels.cuda.packed import block_of, store_index_key, store_key, tails_of
+from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.row_layout import scales_at
 
 BLOCK_ROWS = 16  # rows of a window that are mixed at once
 STAGES = 4  # of such rows: places are loaded two ahead, and rows one
@@ -39,10 +43,14 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where one kind of entries goes: its norm's weight [width] float32, and the pages [*, width] of the layer."""
+    """Where one kind of entries goes: its norm's weight [width] float32, and the pages [*, width] of the layer.
+
+    dtype: the model's, where pages are packed rows; of others it is theirs.
+    """
 
     norm: Tensor
     pages: Tensor
+    dtype: torch.dtype | None = None
 
 
 def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entries: Part, keys: Part | None) -> None:
@@ -55,6 +63,8 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
     span = closing.sources.shape[0] // num_entries
     other = entries if keys is None else keys
     key_width = 0 if keys is None else other.norm.shape[0]
+    rotary, packed = closing.rotation.cos.shape[-1], is_packed(entries.pages)
+    dtype = entries.dtype if packed else entries.pages.dtype
     _close[(num_entries, 1 if keys is None else 2)](
         rows,
         ring,
@@ -65,34 +75,51 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         closing.rotation.cos,
         closing.rotation.sin,
         entries.pages,
+        tails_of(entries.pages),
         other.pages,
+        min(entries.pages.shape[0], other.pages.shape[0]),
         eps,
         WIDTH=width,
         KEY_WIDTH=key_width,
         ROW=rows.shape[1],
         SPAN=span,
-        R=closing.rotation.cos.shape[-1],
+        R=rotary,
+        B=entries.pages.shape[1] if packed else 0,
+        KEY_B=other.pages.shape[1] if packed else 0,
+        SCALES=scales_at(width, rotary) if packed else 0,
+        DTYPE=tl.float32 if dtype == torch.float32 else tl.bfloat16,
         BLOCK_ROWS=min(BLOCK_ROWS, span),
         STAGES=STAGES if span > BLOCK_ROWS else 1,
-        BLOCK_D=triton.next_power_of_2(max(width, key_width)),
+        BLOCK_D=(block_of if packed else triton.next_power_of_2)(max(width, key_width)),
         num_warps=8,
         launch_pdl=EARLY,
+        sanitize_overflow=False,
     )
 
 
-def prepare(norm: Tensor, key_norm: Tensor | None, span: int, rotary: int, dtype: torch.dtype) -> None:
+def prepare(
+    norm: Tensor,
+    key_norm: Tensor | None,
+    span: int,
+    rotary: int,
+    dtype: torch.dtype,
+    pages: tuple[Tensor, ...] | None = None,
+) -> None:
     """Compile for these norms' widths, spans and rotary width at start: an entry of 128 tokens closes long after the
-    first step, and no step shall wait for a compiler."""
+    first step, and no step shall wait for a compiler. pages: rows of entries and keys, where these are packed."""
     width = norm.shape[0]
     channels = width if key_norm is None else width + key_norm.shape[0]
     rows = norm.new_zeros((1, channels * (2 if key_norm is None else 4)))
     sources, angles = torch.ones(span, dtype=torch.int64, device=norm.device), norm.new_zeros((1, 1, rotary))
     closing = Closing(-sources, sources[:1] - 1, Rotation(angles, angles))
-    keys = None if key_norm is None else Part(key_norm, key_norm.new_zeros((1, channels - width), dtype=dtype))
-    close_entries(rows, rows, closing, 1.0, Part(norm, norm.new_zeros((1, width), dtype=dtype)), keys)
+    if pages is None:
+        pages = tuple(norm.new_zeros((1, columns), dtype=dtype) for columns in (width, channels - width))
+    kept = [torch.zeros_like(one[:1]) for one in pages]
+    keys = None if key_norm is None else Part(key_norm, kept[1], dtype)
+    close_entries(rows, rows, closing, 1.0, Part(norm, kept[0], dtype), keys)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["num_kept"])  # type: ignore[untyped-decorator]
 def _close(  # type: ignore[no-untyped-def]
     rows,  # [T, w]
     ring,  # [*, w]
@@ -102,39 +129,49 @@ def _close(  # type: ignore[no-untyped-def]
     key_norm,  # [KEY_WIDTH]
     cos,  # [N, 1, r]
     sin,  # [N, 1, r]
-    pages,  # [*, WIDTH]
-    key_pages,  # [*, KEY_WIDTH]
+    pages,  # [*, WIDTH], or packed [*, B]
+    tails,  # the same memory as bfloat16, where packed
+    key_pages,  # [*, KEY_WIDTH], or packed [*, KEY_B]
+    num_kept,
     eps,
     WIDTH: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     ROW: tl.constexpr,
     SPAN: tl.constexpr,
     R: tl.constexpr,
+    B: tl.constexpr,
+    KEY_B: tl.constexpr,
+    SCALES: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    follow()
+    follow_alone()
     n = tl.program_id(0).to(tl.int64)
-    if tl.load(places + n) < 0:  # padding of a captured shape: most steps close fewer entries than it has room for
+    place = tl.load(places + n)
+    tl.device_assert(place < num_kept, "compressor.close_entries: an entry is kept behind its pages")
+    # Padding of a captured shape: most steps close fewer entries than it has room for.
+    if (place < 0) | (place >= num_kept):
         return
     if tl.program_id(1) == 0:
         _close_part(
-            rows, ring, sources, places, norm, cos, sin, pages, eps, n,
-            0, WIDTH, WIDTH + KEY_WIDTH, KEY_WIDTH > 0, ROW, SPAN, R, BLOCK_ROWS, STAGES, BLOCK_D,
+            rows, ring, sources, places, norm, cos, sin, pages, tails, eps, n,
+            0, WIDTH, WIDTH + KEY_WIDTH, KEY_WIDTH > 0, ROW, SPAN, R, B, SCALES, DTYPE, BLOCK_ROWS, STAGES, BLOCK_D,
         )  # fmt: skip
-    else:
+    elif KEY_WIDTH > 0:
         _close_part(
-            rows, ring, sources, places, key_norm, cos, sin, key_pages, eps, n,
-            WIDTH, KEY_WIDTH, WIDTH + KEY_WIDTH, True, ROW, SPAN, R, BLOCK_ROWS, STAGES, BLOCK_D,
+            rows, ring, sources, places, key_norm, cos, sin, key_pages, tails, eps, n,
+            WIDTH, KEY_WIDTH, WIDTH + KEY_WIDTH, True, ROW, SPAN, R, KEY_B, 0, DTYPE, BLOCK_ROWS, STAGES, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _close_part(  # type: ignore[no-untyped-def]
-    rows, ring, sources, places, norm, cos, sin, pages, eps, n,
+    rows, ring, sources, places, norm, cos, sin, pages, tails, eps, n,
     FIRST: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr, ROW: tl.constexpr,
-    SPAN: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr, R: tl.constexpr, B: tl.constexpr, SCALES: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Make entry n of channels FIRST .. FIRST + D."""
     c = tl.arange(0, BLOCK_D)
@@ -161,8 +198,25 @@ def _close_part(  # type: ignore[no-untyped-def]
         mixed = mixed * shrink + tl.sum(shares * values, 0)
         top = new_top
     # The mixture is a tensor of the model's dtype before it is normed: it is rounded in between.
-    x = (mixed / total).to(pages.dtype.element_ty).to(tl.float32)
+    x = (mixed / total).to(DTYPE).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * tl.load(norm + c, mask=c < D, other=0.0)
     x = rotate_pairs(x[None, :], cos, sin, n, D, R, 1, BLOCK_D)
     place = tl.load(places + n)
-    tl.store(pages + place * D + c[None, :], x.to(pages.dtype.element_ty), mask=(c < D)[None, :])
+    x = x.to(DTYPE)
+    if B == 0:
+        tl.store(pages + place * D + c[None, :], x, mask=(c < D)[None, :])
+    elif FIRST > 0:  # channels behind others are an indexer's
+        own = tl.where((c < D)[None, :], x.to(tl.float32), 0.0)
+        store_index_key(tl.reshape(own, (BLOCK_D,)), pages, place, D, B, BLOCK_D)
+    else:
+        store_key(
+            tl.reshape(x.to(tl.float32), (BLOCK_D // SPAN_OF_SCALE, SPAN_OF_SCALE)),
+            pages,
+            tails,
+            place,
+            D,
+            R,
+            B,
+            SCALES,
+            BLOCK_D,
+        )

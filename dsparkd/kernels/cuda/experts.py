@@ -1,6 +1,7 @@
 """One shard's routed experts: Triton form, for cuda. No host reads; launch grids follow from bounds the host knows.
 
-Choices (a row's k experts) are laid out by expert, each expert's in whole tiles of rows, in the order of the rows. A
+Choices (a row's k experts) are laid out by expert, each expert's in whole tiles of rows, in the order of the rows.
+Where all choices fit into any tile they stay where they are: an expert's tile has them all, and computes its own. A
 product's tile reads one expert's weights; a row's bits depend on that row alone, as every element is one sum over the
 inputs in one order, and the last sum goes over a row's experts in ascending order.
 
@@ -17,14 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
     TURNED_ROWS,
     Tiles,
-    input_columns,
-    regroup,
-    scales_of,
+    blocks_of,
+    in_pieces,
+    input_tile,
+    packed_tile,
     turn,
     turned_place,
     weight_tile,
@@ -33,6 +36,7 @@ from dsparkd.kernels.experts import ExpertShard
 from dsparkd.kernels.weight import FP8_GROUP, Format, stacked
 
 SCAN = 1024  # choices that a program of the layout looks at in one go
+FEW_CHOICES = 16  # so many fit into every tile, and are not laid out
 GROUP_TILES = 16  # row tiles that are computed for all columns before the next: their inputs stay in the cache
 COMBINED = 1024  # columns of a program that sums a row's experts
 
@@ -51,7 +55,7 @@ class TritonExperts:
         self._num_experts = len(shard.w13)
         w13, w2 = stacked(shard.w13), stacked(shard.w2)  # [E * 2 I, D], gate rows first, and [E * D, I]
         self._format, self._width = w13.format, w13.shape[1]
-        self._w13, self._w2 = (regroup(w13), scales_of(w13)), (regroup(w2), scales_of(w2))
+        self._w13, self._w2 = in_pieces(w13, 2 * self._num_experts), in_pieces(w2, self._num_experts)
         self._expert_width = shard.w2[0].shape[1]
         # Activations come to lie in the order in which packed weights are multiplied.
         self._is_hidden_turned = self._format is not Format.DENSE and self._expert_width % FP8_GROUP == 0
@@ -65,28 +69,40 @@ class TritonExperts:
         """Compile for every tile shape that loads may ask for, at start: no step shall wait for a compiler."""
         values = self._w13[0]
         dtype = values.dtype if self._format is Format.DENSE else torch.bfloat16
-        for num_rows in (1, TURNED_ROWS):  # from so many rows on their columns are turned before the product
-            x = torch.zeros((num_rows, self._width), dtype=dtype, device=values.device)
-            # One row for this shard: a tile is enough.
-            foreign = self._first + self._num_experts
-            expert_ids = torch.full((num_rows, 1), foreign, dtype=torch.int32, device=values.device)
-            expert_ids[:1] = self._first
-            shares = torch.zeros((num_rows, 1), device=values.device)
-            for tiles in tiles_of(self._format, dtype):
-                self._sum(x, expert_ids, shares, tiles)
+        shapes = tiles_of(self._format, dtype)
+        for tiles in shapes:
+            # Choices in place, laid out beside rows that are turned in the product, and beside rows turned before.
+            few = (1, FEW_CHOICES + 1) if tiles is shapes[0] else (FEW_CHOICES + 1,)
+            for num_rows in (*few, TURNED_ROWS):
+                x = torch.zeros((num_rows, self._width), dtype=dtype, device=values.device)
+                # One row for this shard: a tile is enough.
+                foreign = self._first + self._num_experts
+                expert_ids = torch.full((num_rows, 1), foreign, dtype=torch.int32, device=values.device)
+                expert_ids[:1] = self._first
+                self._sum(x, expert_ids, torch.zeros((num_rows, 1), device=values.device), tiles)
 
     def _sum(self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles) -> Tensor:
         R, D = x.shape
         total = torch.empty((R, D), dtype=torch.float32, device=x.device)
         if not R:
             return total
-        top_k = expert_ids.shape[1]
         layout = lay_out(expert_ids, self._first, self._num_experts, tiles.rows)
-        hidden = x.new_empty((len(layout.choices), self._expert_width))
+        hidden = x.new_empty((layout.num_slots, self._expert_width))
         self._gate_up(x, shares, layout, tiles, hidden)
-        outputs = x.new_empty((len(layout.choices), D))
+        outputs = x.new_empty((layout.num_slots, D))
         self._down(hidden, layout, tiles, outputs)
-        _combine[(R, triton.cdiv(D, COMBINED))](outputs, layout.places, total, top_k, D, BLOCK=COMBINED)
+        _combine[(R, triton.cdiv(D, COMBINED))](
+            outputs,
+            layout.places,
+            total,
+            expert_ids.shape[1],
+            self._first,
+            self._num_experts,
+            D,
+            IN_PLACE=layout.is_in_place,
+            BLOCK=COMBINED,
+            launch_pdl=EARLY,
+        )
         return total
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
@@ -94,7 +110,9 @@ class TritonExperts:
         is_turned = is_packed and max(len(x), tiles.rows) >= TURNED_ROWS and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
-        _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
+        # Tiles of 128 outputs of a packed weight have 64 of each half.
+        outputs = min(tiles.outputs, 64) if is_packed else tiles.outputs
+        _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, outputs),)](
             x,
             *self._w13,
             layout.choices,
@@ -102,8 +120,11 @@ class TritonExperts:
             shares,
             hidden,
             len(layout.tile_experts),
+            self._first,
+            self._num_experts,
             shares.shape[1],
             self._limit,
+            IN_PLACE=layout.is_in_place,
             WIDTH=x.shape[1],
             EXPERT_WIDTH=width,
             TURN=is_packed and not is_turned,
@@ -111,14 +132,17 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=width % tiles.outputs == 0 and x.shape[1] % tiles.inputs == 0,
+            EVEN=width % outputs == 0 and x.shape[1] % tiles.inputs == 0,
+            HELD=tiles.held,
             GROUP=GROUP_TILES,
             BLOCK_M=tiles.rows,
-            BLOCK_N=tiles.outputs,
+            BLOCK_N=outputs,
+            JOINED=tiles.outputs > outputs,
             BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
+            launch_pdl=EARLY,
         )
 
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
@@ -126,9 +150,13 @@ class TritonExperts:
         _down_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
             hidden,
             *self._w2,
+            layout.choices,
             layout.tile_experts,
             outputs,
             len(layout.tile_experts),
+            self._first,
+            self._num_experts,
+            IN_PLACE=layout.is_in_place,
             WIDTH=width,
             EXPERT_WIDTH=hidden.shape[1],
             TURN=self._format is not Format.DENSE and not self._is_hidden_turned,
@@ -136,6 +164,7 @@ class TritonExperts:
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
             EVEN=width % tiles.outputs == 0 and hidden.shape[1] % tiles.inputs == 0,
+            HELD=tiles.held,
             GROUP=GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.outputs,
@@ -143,6 +172,7 @@ class TritonExperts:
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
+            launch_pdl=EARLY,
         )
 
 
@@ -150,11 +180,18 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     """List the tile shapes of a format and dtype, the fewest rows first."""
     if dtype == torch.float32:
         return (Tiles(16, 32, 32, 4, 2),)
+    if form is Format.DENSE:
+        return (
+            Tiles(16, 64, 128, 4, 3, 96),
+            Tiles(32, 64, 128, 4, 3, 128),
+            Tiles(64, 64, 128, 4, 3),
+            Tiles(128, 128, 64, 8, 3),
+        )
     return (
-        Tiles(16, 64, 128, 4, 3, 96),
-        Tiles(32, 64, 128, 4, 3, 128),
-        Tiles(64, 64, 128, 4, 3),
-        Tiles(128, 128, 64, 8, 3) if form is Format.DENSE else Tiles(256, 64, 128, 8, 3),
+        Tiles(16, 64, 128, 4, 4, held=True),
+        Tiles(32, 64, 128, 4, 4, held=True),
+        Tiles(64, 128, 128, 8, 4, held=True),
+        Tiles(256, 128, 128, 8, 3),
     )
 
 
@@ -169,26 +206,36 @@ def choose_tiles(num_choices: int, num_experts: int, form: Format, dtype: torch.
 class Layout:
     """Where each choice is computed. choices [A] int32: a slot's index into the flattened [R, k], -1 for padding.
     tile_experts int32: each row tile's expert of the shard, -1 past the last. places [R, k] int32: slots, -1 for a
-    choice that another shard serves. Slots behind the last tile hold nothing."""
+    choice that another shard serves. Slots behind the last tile hold nothing.
+
+    is_in_place: all three are the chosen experts' ids, slots are the choices, and every choice has a tile, of which
+    the first of each expert computes all of its choices.
+    """
 
     choices: Tensor
     tile_experts: Tensor
     places: Tensor
+    is_in_place: bool
+
+    @property
+    def num_slots(self) -> int:
+        """A."""
+        return self.choices.numel()
 
 
 def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) -> Layout:
     """Lay the choices [R, k] int32 out in tiles; as many as the worst distribution needs."""
     num_choices = expert_ids.numel()
+    if num_choices <= FEW_CHOICES:
+        flat = expert_ids.view(-1)
+        return Layout(flat, flat, flat, is_in_place=True)
     # Each expert wastes less than a tile, and each tile has a choice.
     num_tiles = min(num_choices, triton.cdiv(num_choices + num_experts * (tile_rows - 1), tile_rows))
-    counts = expert_ids.new_empty(num_experts)
     choices = expert_ids.new_empty(num_tiles * tile_rows)
     tile_experts = expert_ids.new_empty(num_tiles)
     places = torch.empty_like(expert_ids)
-    _count_kernel[(num_experts,)](expert_ids, counts, num_choices, first, BLOCK=SCAN)
-    _place_kernel[(num_experts,)](
+    _lay_out_kernel[(num_experts,)](
         expert_ids,
-        counts,
         choices,
         tile_experts,
         places,
@@ -196,29 +243,17 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
         first,
         num_experts,
         num_tiles,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=max(16, triton.next_power_of_2(num_experts)),
         BLOCK_M=tile_rows,
         BLOCK=SCAN,
+        launch_pdl=EARLY,
     )
-    return Layout(choices, tile_experts, places)
-
-
-@triton.jit(do_not_specialize=["num_choices", "first"])  # type: ignore[untyped-decorator]
-def _count_kernel(expert_ids, counts, num_choices, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program an expert: how many choices name it."""
-    expert = tl.program_id(0)
-    total = 0
-    for start in range(0, num_choices, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        ids = tl.load(expert_ids + index, mask=index < num_choices, other=-1)
-        total += tl.sum((ids == first + expert).to(tl.int32))
-    tl.store(counts + expert, total)
+    return Layout(choices, tile_experts, places, is_in_place=False)
 
 
 @triton.jit(do_not_specialize=["num_choices", "first", "num_experts", "num_tiles"])  # type: ignore[untyped-decorator]
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _lay_out_kernel(  # type: ignore[no-untyped-def]
     expert_ids,
-    counts,
     choices,
     tile_experts,
     places,
@@ -230,10 +265,16 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program an expert: its slots, in the order of the choices, its padding and its tiles."""
+    """One program an expert: its slots, in the order of the choices, its padding and its tiles. Each counts them all:
+    another kernel for that would take longer."""
+    follow()
     expert = tl.program_id(0)
-    each = tl.arange(0, EXPERTS)
-    loads = tl.load(counts + each, mask=each < num_experts, other=0)
+    each = tl.arange(0, 2 * EXPERTS)
+    loads = tl.zeros((2 * EXPERTS,), tl.int32)  # behind those of the shard's experts: all others'
+    for start in range(0, num_choices, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        own = tl.load(expert_ids + index, mask=index < num_choices, other=-1) - first
+        loads += tl.histogram(tl.where((own >= 0) & (own < num_experts), own, EXPERTS), 2 * EXPERTS)
     tiles = (loads + BLOCK_M - 1) // BLOCK_M
     first_tile = tl.sum(tl.where(each < expert, tiles, 0))
     own_tiles = tl.sum(tl.where(each == expert, tiles, 0))
@@ -272,7 +313,27 @@ def _own_tile(num_tiles, num_blocks, GROUP: tl.constexpr):  # type: ignore[no-un
     return first + rest % size, rest // size
 
 
-@triton.jit(do_not_specialize=["num_tiles", "top_k", "limit"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _slots(  # type: ignore[no-untyped-def]
+    choices, tile_experts, tile, num_tiles, first, num_experts, IN_PLACE: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """A tile's expert, -1 without one, its slots [BLOCK_M] and their choices [BLOCK_M], -1 for padding."""
+    if IN_PLACE:
+        slots = tl.arange(0, BLOCK_M)
+        ids = tl.load(choices + slots, mask=slots < num_tiles, other=-1)
+        expert = tl.load(tile_experts + tile)
+        own = (ids == expert) & (slots < num_tiles)
+        # The expert's first choice speaks for all.
+        is_first = tl.sum((own & (slots < tile)).to(tl.int32)) == 0
+        expert -= first
+        served = is_first & (expert >= 0) & (expert < num_experts)
+        return tl.where(served, expert, -1), slots, tl.where(own, slots, -1)
+    else:
+        slots = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        return tl.load(tile_experts + tile), slots, tl.load(choices + slots)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "first", "num_experts", "top_k", "limit"])  # type: ignore[untyped-decorator]
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x,
     values,
@@ -282,8 +343,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     shares,
     hidden,
     num_tiles,
+    first,
+    num_experts,
     top_k,
     limit,
+    IN_PLACE: tl.constexpr,
     WIDTH: tl.constexpr,
     EXPERT_WIDTH: tl.constexpr,
     TURN: tl.constexpr,
@@ -292,54 +356,77 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
+    HELD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    JOINED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """hidden [A, I] = share * silu(min(gate, limit)) * clamp(up) for one tile of slots and one block of I.
 
     The weights are the left operand: their many rows fill the matrix unit, however few a tile's rows are.
     """
+    follow_alone()
     tile, block = _own_tile(num_tiles, tl.cdiv(EXPERT_WIDTH, BLOCK_N), GROUP)
-    expert = tl.load(tile_experts + tile)
+    expert, slots, choice = _slots(choices, tile_experts, tile, num_tiles, first, num_experts, IN_PLACE, BLOCK_M)
     if expert < 0:
         return
-    slots = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    choice = tl.load(choices + slots)
     real = choice >= 0
     rows = (tl.where(real, choice, 0) // top_k).to(tl.int64)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < EXPERT_WIDTH
-    gate_rows = expert.to(tl.int64) * (2 * EXPERT_WIDTH) + column
-    up_rows = gate_rows + EXPERT_WIDTH
+    section, start = expert.to(tl.int64) * 2, block * BLOCK_N
+    LAST: tl.constexpr = (WIDTH - 1) // BLOCK_K * BLOCK_K
+    both = tl.zeros((2 * BLOCK_N, BLOCK_M), tl.float32)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    starts = x + rows * WIDTH
+    held = input_tile(starts, real, 0, WIDTH, TURN, EVEN, BLOCK_K)
     for k in range(0, WIDTH, BLOCK_K):
-        inputs = input_columns(k, TURN, BLOCK_K)
-        mask = real[:, None] if EVEN else real[:, None] & (inputs[None, :] < WIDTH)
-        part = tl.trans(tl.load(x + rows[:, None] * WIDTH + inputs[None, :], mask=mask, other=0.0)).to(OPERAND)
-        gate_part = weight_tile(values, scales, gate_rows, column_ok, k, WIDTH, FORMAT, OPERAND, BLOCK_K, EVEN)
-        gate = tl.dot(gate_part, part, gate, input_precision=PRECISION)
-        up_part = weight_tile(values, scales, up_rows, column_ok, k, WIDTH, FORMAT, OPERAND, BLOCK_K, EVEN)
-        up = tl.dot(up_part, part, up, input_precision=PRECISION)
+        if HELD:
+            part = tl.trans(held).to(OPERAND)
+            held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), WIDTH, TURN, EVEN, BLOCK_K)
+        else:
+            part = tl.trans(input_tile(starts, real, k, WIDTH, TURN, EVEN, BLOCK_K)).to(OPERAND)
+        if JOINED:
+            blocks = blocks_of(EXPERT_WIDTH)
+            weight_part = packed_tile(
+                values, scales, section * blocks + block, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N
+            )
+            both = tl.dot(weight_part, part, both, input_precision=PRECISION)
+        else:
+            gate_part = weight_tile(
+                values, scales, section, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
+            )
+            gate = tl.dot(gate_part, part, gate, input_precision=PRECISION)
+            up_part = weight_tile(
+                values, scales, section + 1, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
+            )
+            up = tl.dot(up_part, part, up, input_precision=PRECISION)
+    if JOINED:
+        gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     share = tl.load(shares + choice, mask=real, other=0.0)
     activated = gate / (1.0 + tl.exp(-gate)) * up * share[None, :]
     place = turned_place(column) if HIDDEN_TURNED else column
     places = hidden + slots[:, None].to(tl.int64) * EXPERT_WIDTH + place[None, :]
-    tl.store(places, tl.trans(activated).to(hidden.dtype.element_ty), mask=column_ok[None, :])
+    tl.store(places, tl.trans(activated).to(hidden.dtype.element_ty), mask=real[:, None] & column_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tiles", "first", "num_experts"])  # type: ignore[untyped-decorator]
 def _down_kernel(  # type: ignore[no-untyped-def]
     hidden,
     values,
     scales,
+    choices,
     tile_experts,
     outputs,
     num_tiles,
+    first,
+    num_experts,
+    IN_PLACE: tl.constexpr,
     WIDTH: tl.constexpr,
     EXPERT_WIDTH: tl.constexpr,
     TURN: tl.constexpr,
@@ -347,46 +434,56 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
+    HELD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """outputs [A, D] = hidden times the expert's second weight, one tile of slots and one block of D."""
+    follow_alone()
     tile, block = _own_tile(num_tiles, tl.cdiv(WIDTH, BLOCK_N), GROUP)
-    expert = tl.load(tile_experts + tile)
+    expert, slots, choice = _slots(choices, tile_experts, tile, num_tiles, first, num_experts, IN_PLACE, BLOCK_M)
     if expert < 0:
         return
-    slots = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    slots = slots.to(tl.int64)
+    real = choice >= 0
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < WIDTH
-    weight_rows = expert.to(tl.int64) * WIDTH + column
+    section, start = expert.to(tl.int64), block * BLOCK_N
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    starts = hidden + slots * EXPERT_WIDTH
+    LAST: tl.constexpr = (EXPERT_WIDTH - 1) // BLOCK_K * BLOCK_K
+    held = input_tile(starts, real, 0, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
     for k in range(0, EXPERT_WIDTH, BLOCK_K):
-        inputs = input_columns(k, TURN, BLOCK_K)
-        places = hidden + slots[:, None] * EXPERT_WIDTH + inputs[None, :]
-        if EVEN:
-            part = tl.trans(tl.load(places)).to(OPERAND)
+        if HELD:
+            part = tl.trans(held).to(OPERAND)
+            held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
         else:
-            part = tl.trans(tl.load(places, mask=inputs[None, :] < EXPERT_WIDTH, other=0.0)).to(OPERAND)
+            part = tl.trans(input_tile(starts, real, k, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)).to(OPERAND)
         weight_part = weight_tile(
-            values, scales, weight_rows, column_ok, k, EXPERT_WIDTH, FORMAT, OPERAND, BLOCK_K, EVEN
+            values, scales, section, start, k, WIDTH, EXPERT_WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
         )
         total = tl.dot(weight_part, part, total, input_precision=PRECISION)
     places = outputs + slots[:, None] * WIDTH + column[None, :]
-    tl.store(places, tl.trans(total).to(outputs.dtype.element_ty), mask=column_ok[None, :])
+    tl.store(places, tl.trans(total).to(outputs.dtype.element_ty), mask=real[:, None] & column_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["top_k"])  # type: ignore[untyped-decorator]
-def _combine(outputs, places, total, top_k, WIDTH, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["top_k", "first", "num_experts"])  # type: ignore[untyped-decorator]
+def _combine(  # type: ignore[no-untyped-def]
+    outputs, places, total, top_k, first, num_experts, WIDTH, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
     """total [R, D] float32: a row's outputs, ascending by expert, which is the order of its choices."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_ok = column < WIDTH
     sum_ = tl.zeros((BLOCK,), tl.float32)
     for choice in range(top_k):
-        place = tl.load(places + row * top_k + choice)
+        place = tl.load(places + row * top_k + choice).to(tl.int64)
+        if IN_PLACE:
+            place = tl.where((place >= first) & (place < first + num_experts), row * top_k + choice, -1)
         width = tl.where(place >= 0, WIDTH, 0)  # another shard's choice has no columns here
-        served = tl.load(outputs + place.to(tl.int64) * WIDTH + column, mask=column < width, other=0.0)
+        served = tl.load(outputs + place * WIDTH + column, mask=column < width, other=0.0)
         sum_ += served.to(tl.float32)
     tl.store(total + row * WIDTH + column, sum_, mask=column_ok)

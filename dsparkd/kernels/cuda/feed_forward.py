@@ -1,13 +1,10 @@
-"""What lies between a feed-forward layer's products: Triton form, for cuda; one launch each.
+"""What lies between a feed-forward layer's products: Triton form, for cuda; one launch.
 
 Letters: T tokens, D width, I expert width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,15 +25,6 @@ class TritonFeedForward:
             _activate[(T, triton.cdiv(I, COLUMNS))](hidden, out, limit, WIDTH=I, BLOCK=COLUMNS, launch_pdl=EARLY)
         return out
 
-    def add(self, partials: Sequence[Tensor], shared: Tensor) -> Tensor:
-        """See FeedForwardKernel."""
-        T, D = shared.shape
-        out = torch.empty_like(shared)
-        if T:
-            grid = (T, triton.cdiv(D, COLUMNS))
-            _add[grid](partials[0], partials[1], shared, out, WIDTH=D, BLOCK=COLUMNS, launch_pdl=EARLY)
-        return out
-
 
 @triton.jit(do_not_specialize=["limit"])  # type: ignore[untyped-decorator]
 def _activate(hidden, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -49,14 +37,3 @@ def _activate(hidden, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # 
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     tl.store(out + row * WIDTH + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(first, second, shared, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    follow()
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    place = tl.program_id(0).to(tl.int64) * WIDTH + column
-    total = tl.load(first + place, mask=mask, other=0.0) + tl.load(second + place, mask=mask, other=0.0)
-    total += tl.load(shared + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)

@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone
+from dsparkd.kernels.cuda.packed import load_index_keys
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.tiles import KEY_TILE
 
 SCORE_BYTES = 256 << 20  # of scores that may lie in memory at once
@@ -31,14 +33,14 @@ class TritonIndexer:
         self._device = device
         self._dtype = dtype
 
-    def prepare(self, heads: int, width: int, top_k: int) -> None:
+    def prepare(self, heads: int, width: int, top_k: int, kept: Tensor | None = None) -> None:
         """See IndexerKernel. The first context above top_k entries comes long after the first step."""
         float32 = torch.zeros((1, heads), dtype=torch.float32, device=self._device)
         values = torch.zeros((1, heads, width), dtype=self._dtype, device=self._device)
         most = top_k + 1
         slots = torch.zeros((1, -(-most // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
         seen = Visible(slots, slots[0, :1], slots[0, :1] + most, most)
-        self.choose(values, float32, values[0], seen, top_k)
+        self.choose(values, float32, values[0] if kept is None else torch.zeros_like(kept[:1]), seen, top_k)
         chosen = torch.empty((1, -(-top_k // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
         for many in SELECT_BLOCKS:
             _keep_best_of(float32.new_zeros((1, most)), seen, top_k, chosen, many)
@@ -73,6 +75,7 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
         visible.most,
         H=h,
         D=i,
+        B=keys.shape[1] if is_packed(keys) else 0,
         SPAN=SPAN,
         BLOCK_H=max(16, triton.next_power_of_2(h)),
         BLOCK_D=max(16, triton.next_power_of_2(i)),
@@ -108,6 +111,7 @@ def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, 
         BLOCK=block,
         num_warps=warps,
         launch_pdl=EARLY,
+        sanitize_overflow=False,
     )
 
 
@@ -115,7 +119,7 @@ def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, 
 def _score(  # type: ignore[no-untyped-def]
     query,  # [n, h, i]
     weights,  # [n, h]
-    keys,  # [*, i]
+    keys,  # [*, i], or packed [*, B]
     slots,  # [B, E]
     rows,  # [n]
     counts,  # [n]
@@ -124,6 +128,7 @@ def _score(  # type: ignore[no-untyped-def]
     most,
     H: tl.constexpr,
     D: tl.constexpr,
+    B: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -131,7 +136,7 @@ def _score(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    follow()
+    follow_alone()
     t = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * SPAN
     count = tl.load(counts + t).to(tl.int32)
@@ -144,8 +149,12 @@ def _score(  # type: ignore[no-untyped-def]
     for start in range(begin, min(begin + SPAN, count), BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
         live = e < count
-        row = keys + tl.load(own_slots + e, mask=live, other=0) * D
-        key = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0).to(OPERAND)
+        slot = tl.load(own_slots + e, mask=live, other=0)
+        if B > 0:
+            key = load_index_keys(keys, slot, live, D, B, OPERAND)
+        else:
+            row = keys + slot * D
+            key = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0).to(OPERAND)
         products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         total = tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
         tl.store(scores + t * most + e, total, mask=live)
@@ -161,7 +170,7 @@ def _ordered(scores, e, live):  # type: ignore[no-untyped-def]
     return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
-@triton.jit(do_not_specialize=["E", "most"])  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["E", "most"])  # type: ignore[untyped-decorator]
 def _keep_best(  # type: ignore[no-untyped-def]
     scores,  # [n, most]
     slots,  # [B, E]
@@ -175,7 +184,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    follow()
+    follow_alone()
     t = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + t).to(tl.int32)
     own = scores + t * most
@@ -214,8 +223,9 @@ def _keep_best(  # type: ignore[no-untyped-def]
         kept = live & ((key > least) | ((equal > 0) & (before < room)))
         ones = kept.to(tl.int32)
         place = num_kept + tl.cumsum(ones, 0) - ones
-        tl.store(target + place, tl.load(own_slots + e, mask=kept, other=0), mask=kept)
+        tl.store(target + place, tl.load(own_slots + e, mask=kept, other=0), mask=kept & (place < WIDTH))
         num_kept += tl.sum(ones, 0)
         num_equal += tl.sum(equal, 0)
+    tl.device_assert(num_kept <= TOP_K, "indexer.keep_best: more entries are kept than there is room for")
     w = tl.arange(0, BLOCK_W)
     tl.store(target + w, tl.zeros([BLOCK_W], tl.int64), mask=(w >= num_kept) & (w < WIDTH))

@@ -10,24 +10,21 @@ Letters: M rows, I inputs, O outputs, S splits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.launch import EARLY, fetch_ahead, follow
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
     TURNED_ROWS,
     Tiles,
+    in_pieces,
     input_columns,
-    regroup,
-    scales_of,
     turn,
     weight_tile,
 )
@@ -38,7 +35,6 @@ SPLIT_INPUTS = 512  # the least inputs of a split
 SPLIT_PROGRAMS = 256  # more programs than these are not made by splits of the inputs of one row tile
 LARGE_PROGRAMS = 96  # with fewer of the largest tiles, smaller ones are faster
 SPREAD_PROGRAMS = 128  # with fewer programs, each split gets one of its own
-AHEAD_BYTES = 40 << 20  # a weight of at most so many is read ahead of its inputs: it fits into the cache beside others
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 
@@ -59,12 +55,11 @@ class TritonLinear:
         choose: Callable[[int, int, Format, torch.dtype], Tiles] | None = None,
     ) -> None:
         self._format, self._shape = weight.format, weight.shape
-        self._values, self._scales = regroup(weight), scales_of(weight)
+        self._values, self._scales = in_pieces(weight, groups)
         self._groups = groups
         self._wide = wide
         self._choose = choose or choose_tiles
         self._splits = splits_of(*weight.shape)
-        self._is_ahead = _can_be_ahead(self._values, self._splits)
         self._arrivals = torch.zeros(SPREAD_PROGRAMS, dtype=torch.int32, device=weight.values.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -85,11 +80,9 @@ class TritonLinear:
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         if not M:
             return out
-        if self._groups > 1:  # a tile's outputs read the same columns
-            tiles = replace(tiles, outputs=math.gcd(tiles.outputs, O // self._groups))
         if spread is None:
             spread = self._is_spread(M, tiles)
-        programs = triton.cdiv(M, tiles.rows) * triton.cdiv(O, tiles.outputs)
+        programs = self._count_programs(M, tiles)
         is_packed = self._format is not Format.DENSE
         is_turned = is_packed and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
         if is_turned:
@@ -114,8 +107,7 @@ class TritonLinear:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=O % tiles.outputs == 0 and I % tiles.inputs == 0,
-            AHEAD=self._is_ahead,
+            EVEN=O // self._groups % tiles.outputs == 0 and I % tiles.inputs == 0,
             GROUP=GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.outputs,
@@ -129,15 +121,12 @@ class TritonLinear:
 
     def _is_spread(self, num_rows: int, tiles: Tiles) -> bool:
         """Whether so few programs would be made that each split gets one; where one row is not spread, none are."""
-        outputs = self._shape[0]
-        programs = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs)
-        return self._splits > 1 and programs < SPREAD_PROGRAMS
+        return self._splits > 1 and self._count_programs(num_rows, tiles) < SPREAD_PROGRAMS
 
-
-def _can_be_ahead(values: Tensor, splits: int) -> bool:
-    """Whether the weight [O, words] is small enough to be read ahead, and each split of a row in whole sixteens."""
-    num_bytes, rest = divmod(values.shape[1] * values.itemsize, splits)
-    return values.nbytes <= AHEAD_BYTES and not (rest or num_bytes % 16 or values.data_ptr() % 16)
+    def _count_programs(self, num_rows: int, tiles: Tiles) -> int:
+        """Tiles of the outputs, which all read the same inputs."""
+        height = self._shape[0] // self._groups
+        return int(triton.cdiv(num_rows, tiles.rows) * self._groups * triton.cdiv(height, tiles.outputs))
 
 
 def splits_of(outputs: int, inputs: int) -> int:
@@ -189,43 +178,36 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
-    AHEAD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """out [M, O] = x times the weight, one tile. The weight is the left operand: its many rows fill the matrix unit."""
+    follow_alone()
     program = tl.program_id(0)
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
-    num_blocks = tl.cdiv(outputs, BLOCK_N)
+    height = outputs // GROUPS
+    group_blocks = tl.cdiv(height, BLOCK_N)
+    num_blocks = GROUPS * group_blocks
     first = program // (GROUP * num_tiles) * GROUP
     size = tl.minimum(GROUP, num_blocks - first)
     rest = program - first * num_tiles
     block = first + rest % size
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    group, start = (block // group_blocks).to(tl.int64), block % group_blocks * BLOCK_N
+    column = start + tl.arange(0, BLOCK_N)
     row = (rest // size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column_ok = column < outputs
+    column_ok = column < height
     row_ok = row < num_rows
     rows = row.to(tl.int64)
-    inputs = x + rows[:, None] * (GROUPS * INPUTS) + block * BLOCK_N // (outputs // GROUPS) * INPUTS
-    places = rows[:, None] * outputs + column[None, :]
+    inputs = x + rows[:, None] * (GROUPS * INPUTS) + group * INPUTS
+    places = rows[:, None] * outputs + group * height + column[None, :]
     mask = row_ok[:, None] & column_ok[None, :]
     LENGTH: tl.constexpr = INPUTS // SPLITS
-    WORD_BYTES: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
-    WORDS: tl.constexpr = INPUTS // 8 if FORMAT == 2 else INPUTS // 4 if FORMAT == 1 else INPUTS  # of a row
-    split = tl.program_id(1)
-    if AHEAD:  # noqa: SIM102 - this one is decided when the kernel is compiled
-        if num_tiles == 1:  # few rows wait for the weight's bytes, and many for their own products
-            own = values + tl.minimum(column, outputs - 1).to(tl.int64) * WORDS
-            if SPREAD:
-                fetch_ahead(own + split * (WORDS // SPLITS), WORDS // SPLITS * WORD_BYTES)
-            else:
-                fetch_ahead(own, WORDS * WORD_BYTES)
-    follow()
     if SPREAD:
+        split = tl.program_id(1)
         total = _sum_inputs(
-            inputs, values, scales, column, column_ok, row_ok, split * LENGTH,
+            inputs, values, scales, group, start, height, row_ok, split * LENGTH,
             LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         size = num_rows.to(tl.int64) * outputs
@@ -240,7 +222,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
             tl.store(arrivals + program, 0)
     elif SPLITS == 1:
         total = _sum_inputs(
-            inputs, values, scales, column, column_ok, row_ok, 0,
+            inputs, values, scales, group, start, height, row_ok, 0,
             LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
@@ -248,7 +230,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for split in range(SPLITS):
             total += _sum_inputs(
-                inputs, values, scales, column, column_ok, row_ok, split * LENGTH,
+                inputs, values, scales, group, start, height, row_ok, split * LENGTH,
                 LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
@@ -256,7 +238,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_inputs(  # type: ignore[no-untyped-def]
-    inputs, values, scales, column, column_ok, row_ok, first,
+    inputs, values, scales, group, start, height, row_ok, first,
     LENGTH: tl.constexpr, INPUTS: tl.constexpr, TURN: tl.constexpr, FORMAT: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -266,6 +248,6 @@ def _sum_inputs(  # type: ignore[no-untyped-def]
         index = input_columns(k, TURN, BLOCK_K)
         mask = row_ok[:, None] if EVEN else row_ok[:, None] & (index[None, :] < INPUTS)
         part = tl.trans(tl.load(inputs + index[None, :], mask=mask, other=0.0)).to(OPERAND)
-        weight = weight_tile(values, scales, column.to(tl.int64), column_ok, k, INPUTS, FORMAT, OPERAND, BLOCK_K, EVEN)
+        weight = weight_tile(values, scales, group, start, k, height, INPUTS, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN)
         total = tl.dot(weight, part, total, input_precision=PRECISION)
     return total

@@ -7,9 +7,10 @@ Letters: T tokens, K rows, d head width, r rotary width, h indexer heads, i inde
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, bfloat16, empty_like
+from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.cuda.products import operand, precision
@@ -41,6 +42,7 @@ def store(ring: Tensor, dst: Tensor, keys: Tensor, src: Tensor, rotary: int) -> 
             keys,
             src,
             ring.shape[0],
+            keys.shape[0],
             D=width,
             R=rotary,
             B=ring.shape[1],
@@ -56,7 +58,7 @@ def round_queries(queries: Tensor) -> Tensor:
     """See kernels/packed.py."""
     T, heads, width = queries.shape
     assert queries.is_contiguous()
-    rounded = empty_like(queries)
+    rounded = torch.empty_like(queries)
     rows = min(QUERY_HEADS, max(16, triton.next_power_of_2(heads)))
     if T:
         _round_queries[(T, triton.cdiv(heads, rows))](
@@ -76,15 +78,15 @@ def round_queries(queries: Tensor) -> Tensor:
 
 def block_of(width: int) -> int:
     """Columns of a tile: whole groups, and a power of two."""
-    return max(GROUP, triton.next_power_of_2(width))
+    return max(GROUP, 1 << (width - 1).bit_length())
 
 
 def tails_of(rows: Tensor) -> Tensor:
     """The same memory as bfloat16, for the rotary columns; anything else as it is."""
-    return rows.view(bfloat16) if rows.element_size() == 1 else rows
+    return rows.view(torch.bfloat16) if rows.element_size() == 1 else rows
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _column(BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Columns by group, [G, SPAN]."""
     return tl.arange(0, BLOCK_D // SPAN)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
@@ -109,7 +111,7 @@ def _e4m3_code(values):  # type: ignore[no-untyped-def]
     return tl.where(size >= 0.015625, normal, small) | ((bits >> 24) & 0x80)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _encode(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
     """x [.., SPAN] float32 -> codes alike and scale codes [..], int32. See packed._scale_codes."""
     bits = tl.maximum(tl.max(tl.abs(x), AXIS), 1e-4).to(tl.int32, bitcast=True)
@@ -132,17 +134,10 @@ def _round(keys, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):  # ty
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store_key(
-    x,
-    rows,
-    tails,
-    place,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    SCALES: tl.constexpr,
+def store_key(  # type: ignore[no-untyped-def]
+    x, rows, tails, place, D: tl.constexpr, R: tl.constexpr, B: tl.constexpr, SCALES: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):  # fmt: skip
     """Pack one key x [G, SPAN] float32 into row `place` of rows [*, B]; tails is the same memory as bfloat16."""
     c = _column(BLOCK_D)
     g = tl.arange(0, BLOCK_D // SPAN)
@@ -155,13 +150,14 @@ def store_key(
     tl.store(tail, x.to(tl.bfloat16), mask=(c >= D - R) & (c < D))
 
 
-@triton.jit(debug=True)  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["num_kept", "num_rows"])  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def]
-    ring,  # [num_rows, B]
+    ring,  # [num_kept, B]
     tails,
     dst,
-    keys,  # [T, d]
+    keys,  # [num_rows, d]
     src,
+    num_kept,
     num_rows,
     D: tl.constexpr,
     R: tl.constexpr,
@@ -172,10 +168,12 @@ def _store(  # type: ignore[no-untyped-def]
     follow()
     k = tl.program_id(0)
     place = tl.load(dst + k)
-    tl.device_assert(place < num_rows, "a key is stored behind its ring")
-    if (place >= 0) & (place < num_rows):
+    source = tl.load(src + k)
+    fits = (place < num_kept) & (source >= 0) & (source < num_rows)
+    tl.device_assert((place < 0) | fits, "packed.store: a key is kept behind its ring, or is none of the step's")
+    if (place >= 0) & fits:
         c = _column(BLOCK_D)
-        x = tl.load(keys + tl.load(src + k) * D + c, mask=c < D, other=0.0).to(tl.float32)
+        x = tl.load(keys + source * D + c, mask=c < D, other=0.0).to(tl.float32)
         store_key(x, ring, tails, place, D, R, B, SCALES, BLOCK_D)
 
 
@@ -200,7 +198,7 @@ def load_keys(  # type: ignore[no-untyped-def]
     return tl.reshape(values, (places.shape[0], BLOCK_D))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sign(D: tl.constexpr):  # type: ignore[no-untyped-def]
     """The Sylvester matrix [D, D], D up to 256: minus one where row and column share an odd number of ones."""
     both = tl.arange(0, D)[:, None] & tl.arange(0, D)[None, :]
@@ -210,7 +208,7 @@ def _sign(D: tl.constexpr):  # type: ignore[no-untyped-def]
     return (1 - 2 * (both & 1)).to(tl.float32)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _fp4_scales(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
     """x [.., INDEX_SPAN] float32 -> scale codes [..], int32, and x over the scales. See packed._scale_codes."""
     bits = tl.maximum(tl.max(tl.abs(x), AXIS), 7.052966104933725e-38).to(tl.int32, bitcast=True)
@@ -258,9 +256,8 @@ def load_index_keys(rows, places, live, D: tl.constexpr, B: tl.constexpr, OPERAN
     pairs = tl.load(row[:, None, None] + c[None, :, :], mask=live[:, None, None], other=0).to(tl.int32)
     scales = tl.load(row[:, None] + D // 2 + g[None, :], mask=live[:, None], other=0).to(tl.int32)
     factor = ((scales + 14) << 23).to(tl.float32, bitcast=True)[:, :, None]
-    first = (_fp4_value(pairs & 15) * factor).to(OPERAND)
-    second = (_fp4_value(pairs >> 4) * factor).to(OPERAND)
-    return tl.reshape(tl.join(first, second), (places.shape[0], D))
+    values = tl.join(_fp4_value(pairs & 15) * factor, _fp4_value(pairs >> 4) * factor)
+    return tl.reshape(values, (places.shape[0], D)).to(OPERAND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,5 +1,7 @@
 """Rows that are kept, one launch each: Triton form, for cuda.
 
+A place outside of its ring is no padding but a fault of the plan: the device stops there, before anything is written.
+
 Letters: T tokens, K stored rows, w row width.
 """
 
@@ -22,7 +24,16 @@ def store(ring: Tensor, dst: Tensor, rows: Tensor, src: Tensor) -> None:
     if src.shape[0]:
         block = min(BLOCK, triton.next_power_of_2(width))
         _store[(src.shape[0], triton.cdiv(width, block))](
-            ring, dst, rows, src, WIDTH=width, BLOCK=block, launch_pdl=EARLY
+            ring,
+            dst,
+            rows,
+            src,
+            ring.shape[0],
+            rows.shape[0],
+            WIDTH=width,
+            BLOCK=block,
+            launch_pdl=EARLY,
+            sanitize_overflow=False,
         )
 
 
@@ -38,14 +49,17 @@ def add_by_phase(rows: Tensor, bias: Tensor, positions: Tensor) -> None:
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(ring, dst, rows, src, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(debug=True, do_not_specialize=["num_kept", "num_rows"])  # type: ignore[untyped-decorator]
+def _store(ring, dst, rows, src, num_kept, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     follow()
     k = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(dst + k)
-    if place >= 0:
-        row = tl.load(rows + tl.load(src + k) * WIDTH + c, mask=c < WIDTH)
+    source = tl.load(src + k)
+    fits = (place < num_kept) & (source >= 0) & (source < num_rows)
+    tl.device_assert((place < 0) | fits, "rows.store: a row is kept behind its ring, or is none of the step's")
+    if (place >= 0) & fits:
+        row = tl.load(rows + source * WIDTH + c, mask=c < WIDTH)
         tl.store(ring + place * WIDTH + c, row, mask=c < WIDTH)
 
 

@@ -18,6 +18,14 @@ weights have their columns in another order, in which those of a thread are 32 t
 of four bits, or 8 of eight, at once, and they share a scale. Of every 128 columns 32 t + 4 j + 2 h + i comes to place
 16 j + 8 h + 2 t + i (j below 8, t below 4, h and i below 2), and inputs are taken in the same order. So the sums of
 packed and dense weights differ in their order.
+
+Packed weights lie in pieces of 64 rows and 128 columns, of which each of four warps multiplies 16 rows: thread t of
+every four has rows r and 8 + r of them (r below 8). A piece has what is loaded at once side by side, 16 bytes a thread,
+so that it comes from memory as one stretch of 4 or 8 KiB straight to where it is used: [row half, quarter of a
+thread's codes (FP8: 2, FP4: 1), warp, r, t, 4 words]. The pieces of the same rows follow each other, then come the next
+64 rows; a tall weight may be one of equal sections, each filled up to whole pairs of pieces with zeros. A thread's
+scales of two neighbouring pieces are one word: [warp, r, t (FP4 alone)], its bytes the row's halves of one piece, then
+of the other.
 """
 
 from __future__ import annotations
@@ -30,13 +38,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.weight import Format, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Shape of a product's tiles (rows, outputs, inputs a step), the warps that compute one, how many steps are loaded
-    ahead, and the most registers of a thread: with fewer, more tiles are under way at once. None: as many as wanted."""
+    ahead, and the most registers of a thread: with fewer, more tiles are under way at once. None: as many as wanted.
+
+    held: inputs come one step ahead into registers, and weights alone so many ahead. Then a step's products are begun
+    together, with fewer instructions between them.
+    """
 
     rows: int
     outputs: int
@@ -44,6 +57,7 @@ class Tiles:
     warps: int
     stages: int
     registers: int | None = None
+    held: bool = False
 
 
 TURNED_COLUMNS = 1024  # of one program that turns them
@@ -56,30 +70,101 @@ FORMAT_CODES = {Format.DENSE: 0, Format.FP8: 1, Format.FP4: 2}  # what kernels a
 def weight_tile(  # type: ignore[no-untyped-def]
     values,
     scales,
-    rows,
-    rows_ok,
+    section,
+    start,
     k,
+    height,
     width,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Columns k .. k + BLOCK_K of these weight rows [BLOCK_N], zeros past the end -> [BLOCK_N, BLOCK_K] OPERAND.
+    """Columns k .. k + BLOCK_K of rows start .. start + BLOCK_N of a section of `height` rows, zeros past the end ->
+    [BLOCK_N, BLOCK_K] OPERAND.
 
-    values, scales: regroup and scales_of a weight; rows: int64. EVEN: nothing lies past an end. BLOCK_K of packed
-    weights is a multiple of 128, and so is k.
+    values, scales: of in_pieces; section: int64. EVEN: nothing lies past an end. Of packed weights BLOCK_N is 64 or
+    128, BLOCK_K is 128, and start and k are multiples of them.
     """
     if FORMAT == 0:
+        row = start + tl.arange(0, BLOCK_N)
         columns = k + tl.arange(0, BLOCK_K)
-        places = values + rows[:, None] * width + columns[None, :]
+        places = values + (section * height + row)[:, None] * width + columns[None, :]
         if EVEN:
             return tl.load(places).to(OPERAND)
-        return tl.load(places, mask=rows_ok[:, None] & (columns[None, :] < width), other=0.0).to(OPERAND)
-    elif FORMAT == 1:
-        return _fp8_tile(values, scales, rows, rows_ok, k, width, OPERAND, rows.shape[0], BLOCK_K, EVEN)
+        return tl.load(places, mask=(row < height)[:, None] & (columns[None, :] < width), other=0.0).to(OPERAND)
     else:
-        return _fp4_tile(values, scales, rows, rows_ok, k, width, OPERAND, rows.shape[0], BLOCK_K, EVEN)
+        tl.static_assert(BLOCK_K == 128)
+        block = section * blocks_of(height) + start // 64
+        return packed_tile(values, scales, block, 1, k, width, FORMAT, OPERAND, BLOCK_N)
+
+
+@triton.jit
+def blocks_of(height):  # type: ignore[no-untyped-def]
+    """Blocks of 64 rows that a section of a packed weight lies in."""
+    return (height + 127) // 128 * 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def packed_tile(  # type: ignore[no-untyped-def]
+    values, scales, block, distance, k, width, FORMAT: tl.constexpr, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Columns k .. k + 128 of a block of 64 rows, and of BLOCK_N = 128 of the one so many blocks further, too."""
+    steps = (width + 127) // 128
+    pairs = (steps + 1) // 2
+    words = _words_of(values, block * steps + k // 128, distance * steps, FORMAT, BLOCK_N)
+    scale = _scales_of(scales, block * pairs + k // 256, distance * pairs, k // 128 % 2, FORMAT, BLOCK_N)
+    if FORMAT == 1:
+        return _fp8_tile(words, scale, OPERAND, BLOCK_N)
+    else:
+        return _fp4_tile(words, scale, OPERAND, BLOCK_N)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _words_of(values, piece, distance, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of a tile's pieces, of which the second is so much further: [BLOCK_N, words of 128 columns] int32."""
+    SIZE: tl.constexpr = 2048 if FORMAT == 1 else 1024
+    index = tl.arange(0, BLOCK_N * 8)  # of 16 bytes a thread: a half, and a quarter of it
+    places = values + piece * SIZE + (index // 512 * (distance * SIZE) + index % 512 if BLOCK_N > 64 else index)
+    if FORMAT == 1:
+        first = tl.join(tl.load(places), tl.load(places + 1024))
+        words = tl.join(first, tl.join(tl.load(places + 512), tl.load(places + 1536)))  # [.., half, quarter]
+        words = tl.permute(tl.reshape(words, (BLOCK_N // 64, 4, 8, 4, 4, 2, 2)), (0, 1, 5, 2, 3, 6, 4))
+        return tl.reshape(words, (BLOCK_N, 32))
+    else:
+        words = tl.join(tl.load(places), tl.load(places + 512))
+        words = tl.permute(tl.reshape(words, (BLOCK_N // 64, 4, 8, 4, 4, 2)), (0, 1, 5, 2, 3, 4))
+        return tl.reshape(words, (BLOCK_N, 16))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scales_of(  # type: ignore[no-untyped-def]
+    scales, pair, distance, second, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Codes of their scales of every 32 columns [BLOCK_N, 4] int32; second: 1 for the second piece of a pair, else 0.
+
+    A word for the scales of a pair, although one is asked for: a smaller load would not be made ahead of its use.
+    """
+    SIZE: tl.constexpr = 32 if FORMAT == 1 else 128
+    lane = tl.arange(0, BLOCK_N * 2)
+    own = lane % 128 // (128 // SIZE) + (lane // 128 * (distance * SIZE) if BLOCK_N > 64 else 0)
+    both = tl.load(scales + pair * SIZE + own) >> (16 * second)
+    halves = tl.reshape(tl.join(both & 255, (both >> 8) & 255), (BLOCK_N // 64, 4, 8, 4, 2))
+    return tl.reshape(tl.permute(halves, (0, 1, 4, 2, 3)), (BLOCK_N, 4))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def input_tile(  # type: ignore[no-untyped-def]
+    rows, rows_ok, k, width, TURN: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Columns k .. k + BLOCK_K of rows, which begin at these pointers [M], zeros where there are none -> [M, BLOCK_K].
+
+    TURN: in the order of a packed weight's tile. EVEN: all columns are there.
+    """
+    columns = input_columns(k, TURN, BLOCK_K)
+    mask = rows_ok[:, None] if EVEN else rows_ok[:, None] & (columns[None, :] < width)
+    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -104,12 +189,13 @@ def turn(x: Tensor) -> Tensor:
     num_rows, width = x.shape
     turned = torch.empty_like(x)
     block = math.gcd(TURNED_COLUMNS, width)
-    _turn[(num_rows, width // block)](x, turned, WIDTH=width, BLOCK=block)
+    _turn[(num_rows, width // block)](x, turned, WIDTH=width, BLOCK=block, launch_pdl=EARLY)
     return turned
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(x, turned, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
     row = tl.program_id(0).to(tl.int64) * WIDTH
     start = tl.program_id(1) * BLOCK
     own = tl.load(x + row + input_columns(start, True, BLOCK))
@@ -117,29 +203,10 @@ def _turn(x, turned, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fp8_tile(  # type: ignore[no-untyped-def]
-    values,
-    scales,
-    rows,
-    rows_ok,
-    k,
-    width,
-    OPERAND: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    GROUPS: tl.constexpr = BLOCK_K // 128
-    num_words = width // 4
-    columns = k // 4 + tl.arange(0, BLOCK_K // 4)
-    places = values + rows[:, None] * num_words + columns[None, :]
-    if EVEN:
-        words = tl.load(places)
-    else:
-        words = tl.load(places, mask=rows_ok[:, None] & (columns[None, :] < num_words), other=0)
-    scale = _scale_tile(scales, rows, rows_ok, k, width, 128, BLOCK_K, EVEN)
+def _fp8_tile(words, scale, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words [N, 32] and codes of scales [N, 4] -> [N, 128] OPERAND."""
     # Exponents of shifted codes are 120 less than they should be.
-    factor = _over_words((scale + 120) * 0x800080, BLOCK_N, BLOCK_K // 32, 8)
+    factor = _over_words((scale + 120) * 0x800080, BLOCK_N, 8)
     if tl.bfloat16 == OPERAND:
         first, second = tl.inline_asm_elementwise(
             """{
@@ -164,39 +231,20 @@ def _fp8_tile(  # type: ignore[no-untyped-def]
         first = words & -0x780F7810
         second = ((words << 4) & 0x00F000F0) | ((words >> 3) & 0x07000700) | ((words << 1) & -0x7FFF8000)
     pairs = tl.join(first, second)
-    # [.., t, j, h], as the codes lie, to [.., j, h, t].
-    pairs = tl.permute(tl.reshape(pairs, (BLOCK_N, GROUPS, 4, 8, 2)), (0, 1, 3, 4, 2))
-    plain = _halves(tl.reshape(pairs, (BLOCK_N, BLOCK_K // 2)), OPERAND)
+    # [t, j, h], as the codes lie, to [j, h, t].
+    pairs = tl.permute(tl.reshape(pairs, (BLOCK_N, 4, 8, 2)), (0, 2, 3, 1))
+    plain = _halves(tl.reshape(pairs, (BLOCK_N, 64)), OPERAND)
     if tl.bfloat16 == OPERAND:
-        return tl.reshape(plain, (BLOCK_N, BLOCK_K))
+        return tl.reshape(plain, (BLOCK_N, 128))
     else:
-        return _exact_product(plain, scale + 120, BLOCK_N, BLOCK_K)
+        return _exact_product(plain, scale + 120, BLOCK_N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fp4_tile(  # type: ignore[no-untyped-def]
-    values,
-    scales,
-    rows,
-    rows_ok,
-    k,
-    width,
-    OPERAND: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    BLOCKS: tl.constexpr = BLOCK_K // 128
-    num_words = width // 8
-    columns = k // 8 + tl.arange(0, BLOCK_K // 8)
-    places = values + rows[:, None] * num_words + columns[None, :]
-    if EVEN:
-        words = tl.load(places)
-    else:
-        words = tl.load(places, mask=rows_ok[:, None] & (columns[None, :] < num_words), other=0)
-    scale = _scale_tile(scales, rows, rows_ok, k, width, 32, BLOCK_K, EVEN)
+def _fp4_tile(words, scale, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words [N, 16] and codes of scales [N, 4] -> [N, 128] OPERAND."""
     # Exponents of shifted codes are 126 less than they should be.
-    factor = _over_words((scale + 126) * 0x800080, BLOCK_N, BLOCK_K // 32, 4)
+    factor = _over_words((scale + 126) * 0x800080, BLOCK_N, 4)
     if tl.bfloat16 == OPERAND:
         first, second, third, fourth = tl.inline_asm_elementwise(
             """{
@@ -229,46 +277,26 @@ def _fp4_tile(  # type: ignore[no-untyped-def]
         third = ((words << 6) & 0x01C001C0) | ((words << 2) & -0x7FFF8000)
         fourth = ((words >> 3) & 0x01C001C0) | ((words << 1) & -0x7FFF8000)
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))  # [.., words, j of a word, h]
-    # [.., t, word, j of it, h], as the codes lie, to [.., word, j, h, t].
-    pairs = tl.permute(tl.reshape(pairs, (BLOCK_N, BLOCKS, 4, 4, 2, 2)), (0, 1, 3, 4, 5, 2))
-    plain = _halves(tl.reshape(pairs, (BLOCK_N, BLOCK_K // 2)), OPERAND)
+    # [t, word, j of it, h], as the codes lie, to [word, j, h, t].
+    pairs = tl.permute(tl.reshape(pairs, (BLOCK_N, 4, 4, 2, 2)), (0, 2, 3, 4, 1))
+    plain = _halves(tl.reshape(pairs, (BLOCK_N, 64)), OPERAND)
     if tl.bfloat16 == OPERAND:
-        return tl.reshape(plain, (BLOCK_N, BLOCK_K))
+        return tl.reshape(plain, (BLOCK_N, 128))
     else:
-        return _exact_product(plain, scale + 126, BLOCK_N, BLOCK_K)
+        return _exact_product(plain, scale + 126, BLOCK_N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scale_tile(  # type: ignore[no-untyped-def]
-    scales, rows, rows_ok, k, width, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr
-):
-    """Codes of the scales of every 32 columns [N, BLOCK_K / 32] int32, zeros past the end. GROUP: columns of a scale.
-
-    Where rows have whole words each is loaded with its word: a smaller load would not be made ahead of its use.
-    """
-    own = (k + 32 * tl.arange(0, BLOCK_K // 32)[None, :]) // GROUP
-    num_groups = (width + GROUP - 1) // GROUP
-    if EVEN and num_groups % 4 == 0:
-        words = scales.to(tl.pointer_type(tl.int32)) + rows[:, None] * (num_groups // 4)
-        return (tl.load(words + own // 4) >> (8 * (own % 4))) & 255
-    else:
-        mask = rows_ok[:, None] & (own < num_groups)
-        return tl.load(scales + rows[:, None] * num_groups + own, mask=mask, other=0).to(tl.int32)
+def _exact_product(plain, exponent, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values [N, 64, 2] float32 in a tile's order, times 2 ** (exponent - 127) of every 32 columns."""
+    factor = tl.reshape((exponent << 23).to(tl.float32, bitcast=True), (BLOCK_N, 1, 4, 1))
+    return tl.reshape(tl.reshape(plain, (BLOCK_N, 16, 4, 2)) * factor, (BLOCK_N, 128))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _exact_product(plain, exponent, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values [N, BLOCK_K / 2, 2] float32 in a tile's order, times 2 ** (exponent - 127) of every 32 columns."""
-    factor = (exponent << 23).to(tl.float32, bitcast=True)
-    factor = tl.reshape(factor, (BLOCK_N, BLOCK_K // 128, 1, 4, 1))
-    return tl.reshape(tl.reshape(plain, (BLOCK_N, BLOCK_K // 128, 16, 4, 2)) * factor, (BLOCK_N, BLOCK_K))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _over_words(factor, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[N, groups of 32] -> [N, groups * words]: each for the words of its group."""
-    spread = tl.broadcast_to(factor[:, :, None], (BLOCK_N, GROUPS, WORDS))
-    return tl.reshape(spread, (BLOCK_N, GROUPS * WORDS))
+def _over_words(factor, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[N, 4] -> [N, 4 * words]: each for the words of its group."""
+    return tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_N, 4, WORDS)), (BLOCK_N, 4 * WORDS))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -283,28 +311,66 @@ def _halves(pairs, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
         return tl.join((pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True))
 
 
-def regroup(weight: Weight) -> Tensor:
-    """Return a dense weight's values as they are, and of a packed one a copy of its words [O, words] int32, whose bits
-    lie in the order that kernels take them apart in."""
-    if weight.format is Format.DENSE:
-        return weight.values
-    words = weight.values.view(torch.int32)
-    regrouped = torch.empty_like(words)
-    _regroup[(triton.cdiv(words.numel(), REGROUPED),)](
-        words, regrouped, words.numel(), FORMAT=FORMAT_CODES[weight.format], BLOCK=REGROUPED
+def in_pieces(weight: Weight, sections: int = 1) -> tuple[Tensor, Tensor]:
+    """Return a weight's values and scales as weight_tile reads them: a dense one's values as they are, and a packed
+    one's copied, int32. sections: how many of equal height lie stacked."""
+    if weight.scales is None:
+        return weight.values, weight.values  # scales of dense ones are never read
+    (outputs, width), fp8 = weight.shape, weight.format is Format.FP8
+    height, code = outputs // sections, FORMAT_CODES[weight.format]
+    words, steps, rows = weight.values.view(torch.int32), triton.cdiv(width, 128), sections * triton.cdiv(height, 128)
+    pieces = words.new_empty((2 * rows, steps * (2048 if fp8 else 1024)))
+    scales = words.new_empty((2 * rows, (steps + 1) // 2 * (32 if fp8 else 128)))
+    shape = height, words.shape[1], weight.scales.shape[1], 2 * triton.cdiv(height, 128), steps
+    _order_words[(triton.cdiv(pieces.numel(), REGROUPED),)](
+        words, pieces, pieces.numel(), *shape, FORMAT=code, BLOCK=REGROUPED
     )
-    return regrouped
+    _order_scales[(triton.cdiv(scales.numel(), REGROUPED // 4),)](
+        weight.scales, scales, scales.numel(), *shape, FORMAT=code, BLOCK=REGROUPED // 4
+    )
+    return pieces, scales
 
 
-@triton.jit(do_not_specialize=["num_words"])  # type: ignore[untyped-decorator]
-def _regroup(words, regrouped, num_words, FORMAT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["size", "height", "row_words", "row_scales", "blocks", "steps"])  # type: ignore[untyped-decorator]
+def _order_words(  # type: ignore[no-untyped-def]
+    words, pieces, size, height, row_words, row_scales, blocks, steps, FORMAT: tl.constexpr, BLOCK: tl.constexpr
+):
+    SIZE: tl.constexpr = 2048 if FORMAT == 1 else 1024
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + index, mask=index < num_words, other=0)
+    piece, rest = index // SIZE, (index % SIZE).to(tl.int32)
+    row = piece // steps % blocks * 64 + rest // 128 % 4 * 16 + rest // (SIZE // 2) * 8 + rest // 16 % 8
+    column = rest // 4 % 4 * (SIZE // 256) + rest % 4 + piece % steps * (SIZE // 64)
     if FORMAT == 1:
-        own = _fp8_half(word, 0) | (_fp8_half(word, 8) << 16)
+        column += rest // 512 % 2 * 4
+    own = (index < size) & (row < height) & (column < row_words)
+    section = piece // (steps * blocks)
+    word = tl.load(words + (section * height + row) * row_words + column, mask=own, other=0)
+    if FORMAT == 1:
+        ordered = _fp8_half(word, 0) | (_fp8_half(word, 8) << 16)
     else:
-        own = _fp4_half(word, 0) | (_fp4_half(word, 4) << 16)
-    tl.store(regrouped + index, own, mask=index < num_words)
+        ordered = _fp4_half(word, 0) | (_fp4_half(word, 4) << 16)
+    tl.store(pieces + index, ordered, mask=index < size)
+
+
+@triton.jit(do_not_specialize=["size", "height", "row_words", "row_scales", "blocks", "steps"])  # type: ignore[untyped-decorator]
+def _order_scales(  # type: ignore[no-untyped-def]
+    scales, ordered, size, height, row_words, row_scales, blocks, steps, FORMAT: tl.constexpr, BLOCK: tl.constexpr
+):
+    SIZE: tl.constexpr = 32 if FORMAT == 1 else 128
+    GROUPS: tl.constexpr = 1 if FORMAT == 1 else 4  # of a piece's columns
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    pairs = (steps + 1) // 2
+    pair, lane = index // SIZE, (index % SIZE).to(tl.int32) // GROUPS
+    row = pair // pairs % blocks * 64 + lane // 8 * 16 + lane % 8
+    section = pair // (pairs * blocks)
+    word = tl.zeros((BLOCK,), tl.int32)
+    for byte in tl.static_range(4):
+        own_row = row + byte % 2 * 8
+        column = (pair % pairs * 2 + byte // 2) * GROUPS + index % GROUPS
+        own = (index < size) & (own_row < height) & (column < row_scales)
+        code = tl.load(scales + (section * height + own_row) * row_scales + column, mask=own, other=0)
+        word |= code.to(tl.int32) << (8 * byte)
+    tl.store(ordered + index, word, mask=index < size)
 
 
 @triton.jit
@@ -320,8 +386,3 @@ def _fp4_half(word, first):  # type: ignore[no-untyped-def]
     a, b, c, d = word >> first, word >> (first + 8), word >> (first + 16), word >> (first + 24)
     signs = ((a & 8) << 12) | ((b & 8) << 9) | ((c & 8) << 10) | ((d & 8) << 11)
     return signs | ((a & 7) << 6) | ((b & 7) << 3) | (c & 7) | ((d & 7) << 9)
-
-
-def scales_of(weight: Weight) -> Tensor:
-    """Return a tensor for the kernel's argument; a dense weight's is never read."""
-    return weight.values if weight.scales is None else weight.scales

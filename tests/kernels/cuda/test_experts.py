@@ -9,6 +9,7 @@ from torch import Tensor
 from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
+from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
 
 FIRST, COUNT, ALL = 3, 4, 10
@@ -29,7 +30,7 @@ def make_rows(rows: int, top_k: int, device: torch.device, width: int = 96) -> t
     return x.to(device), ids.contiguous().to(device), shares.to(device)
 
 
-@pytest.mark.parametrize(("rows", "top_k"), [(1, 1), (7, 3), (50, 4)])
+@pytest.mark.parametrize(("rows", "top_k"), [(7, 3), (50, 4), (700, 4)])
 def test_choices_are_laid_out_by_expert_in_the_order_of_rows(device: torch.device, rows: int, top_k: int) -> None:
     """In whole tiles of one expert each; places point back at the choices, and at nothing for others' experts."""
     _, ids, _ = make_rows(rows, top_k, device)
@@ -50,7 +51,7 @@ def test_choices_are_laid_out_by_expert_in_the_order_of_rows(device: torch.devic
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("rows", [17, 33])
 def test_the_layout_has_room_for_the_worst_distribution(device: torch.device, rows: int) -> None:
     """All rows at one expert, or each expert a row past a whole tile."""
     same = torch.full((rows, 1), FIRST + 1, dtype=torch.int32, device=device)
@@ -59,6 +60,21 @@ def test_the_layout_has_room_for_the_worst_distribution(device: torch.device, ro
     spread = (FIRST + torch.arange(COUNT * 17, device=device).int() % COUNT)[:, None].contiguous()
     layout = lay_out(spread, FIRST, COUNT, 16)
     assert (layout.tile_experts >= 0).sum() == 2 * COUNT
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_choices_of_one_tile_stay_where_they_are_and_give_the_same_bits(device: torch.device, form: Format) -> None:
+    """Rows that share experts, experts of the other shard; beside more rows the choices are laid out."""
+    kernel = TritonExperts(make_shard(form, device, 128, 128))
+    x, ids, shares = make_rows(20, 4, device, 128)
+    ids[1] = ids[0]
+    assert not lay_out(ids, FIRST, COUNT, 16).is_in_place
+    beside = kernel(x, ids, shares)
+    assert ((ids[:4] >= FIRST) & (ids[:4] < FIRST + COUNT)).any()
+    assert lay_out(ids[:4], FIRST, COUNT, 16).is_in_place
+    with poisoned_memory():
+        assert torch.equal(kernel(x[:4], ids[:4], shares[:4]), beside[:4])
+        assert torch.equal(kernel(x[3:4], ids[3:4], shares[3:4]), beside[3:4])
 
 
 @pytest.mark.parametrize("form", list(Format))

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.hyper_connection import SPLITS, TritonHyperConnection, TritonProduct, collapse_last
+from dsparkd.kernels.cuda.hyper_connection import (
+    PART_COLUMNS,
+    TritonHyperConnection,
+    TritonProduct,
+    advance,
+    collapse_last,
+)
+from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection, weighted_sum
 from tests.kernels.cuda.values import DTYPES, close, noise
 
@@ -19,6 +26,13 @@ def make_mixing(streams: int, width: int, iterations: int, device: torch.device)
     return Mixing(scale.to(device), base.to(device), norm.to(device), streams, iterations, 1e-6, 1e-5)
 
 
+def with_squares(raw: Tensor, x: Tensor) -> Tensor:
+    """Parts of a product [P, T, O] -> with the column of the streams' squares, [P, T, O + 1]."""
+    squares = x.float().square().sum((1, 2))
+    column = torch.stack([squares * share for share in (0.5, 0.25, 0.25)]) if len(raw) == 3 else squares[None]
+    return torch.cat((raw, column[:, :, None]), 2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("streams", "width", "iterations"), [(4, 72, 20), (2, 50, 1), (8, 16, 3)])
 def test_a_collapse_is_the_torch_forms(
@@ -29,7 +43,7 @@ def test_a_collapse_is_the_torch_forms(
     raw = 10 * noise(3, T, (2 + streams) * streams, seed=5)
     expected = TorchHyperConnection().collapse(x, raw, make_mixing(streams, width, iterations, torch.device("cpu")))
     got = TritonHyperConnection(streams).collapse(
-        x.to(device), raw.to(device), make_mixing(streams, width, iterations, device)
+        x.to(device), with_squares(raw, x).to(device), make_mixing(streams, width, iterations, device)
     )
     assert got.input.dtype == dtype
     assert close(got.input.cpu(), expected.input)
@@ -48,7 +62,7 @@ def test_the_last_collapse_weighs_by_sigmoids(
     x64 = x.double()
     length = (x64.flatten(1).square().mean(1, keepdim=True) + 1e-5).rsqrt()
     gates = (raw.double().sum(0) * length * scale + base).sigmoid() + 1e-6
-    there = [tensor.to(device) for tensor in (x, raw, scale, base)]
+    there = [tensor.to(device) for tensor in (x, with_squares(raw, x), scale, base)]
     got = collapse_last(*there, 1e-6, 1e-5)
     assert got.dtype == dtype
     assert close(got.cpu(), weighted_sum(x64, gates))
@@ -58,8 +72,9 @@ def test_the_last_collapse_weighs_by_sigmoids(
 
 def test_gates_that_saturate_stay_finite(device: torch.device) -> None:
     """e^x may be infinite on the way, and a row of the matrix all but one exponent."""
-    raw = 1e4 * noise(1, T, 24, seed=5)
-    got = TritonHyperConnection(4).collapse(noise(T, 4, 16).to(device), raw.to(device), make_mixing(4, 16, 20, device))
+    x = noise(T, 4, 16)
+    raw = with_squares(1e4 * noise(1, T, 24, seed=5), x)
+    got = TritonHyperConnection(4).collapse(x.to(device), raw.to(device), make_mixing(4, 16, 20, device))
     assert all(part.isfinite().all() for part in (got.input, got.post, got.comb))
     assert got.post.min() >= 0
     assert got.post.max() <= 2
@@ -85,8 +100,28 @@ def test_the_parts_of_a_product_come_to_float32(
     x, weight = noise(T, streams, width).to(dtype), noise((2 + streams) * streams, streams * width, seed=1)
     parts = TritonProduct(weight.to(device), dtype)(x.to(device))
     exact = x.double().flatten(1) @ weight.double().t()
-    assert parts.shape == (SPLITS, T, weight.shape[0])
-    assert ((parts.double().sum(0).cpu() - exact).abs() <= 2e-6 * exact.abs().max()).all()
+    assert parts.shape == (-(-width // PART_COLUMNS), T, weight.shape[0] + 1)
+    total = parts.double().sum(0).cpu()
+    assert ((total[:, :-1] - exact).abs() <= 2e-6 * exact.abs().max()).all()
+    assert torch.allclose(total[:, -1], x.double().square().sum((1, 2)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [72, 600])
+def test_an_advance_is_a_sum_an_expansion_and_a_product(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """What three launches would give. The sums are exact in bfloat16, which Triton's interpreter truncates."""
+    streams = noise(T, 4, width, seed=1).to(dtype).to(device)
+    first, second, shared = (
+        (8 * noise(T, width, seed=seed)).round().clamp(-32, 32).to(device) / 8 for seed in (0, 4, 5)
+    )
+    shared = shared.to(dtype)
+    summands = Summands((first, second), shared)
+    back = Collapsed(shared, noise(T, 4, seed=2).to(device), noise(T, 4, 4, seed=3).to(device))
+    product = TritonProduct(noise(24, 4 * width, seed=6).to(device), dtype)
+    expanded, parts = advance(summands, streams, back, product)
+    assert close(expanded, TritonHyperConnection(4).expand(summands.total(), streams, back))
+    assert parts is not None
+    assert torch.allclose(parts, product(expanded), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,8 +134,10 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtyp
     def run(at: int, size: int) -> Tensor:
         part = slice(at, at + size)
         collapsed = form.collapse(streams[part], product(streams[part]), mixing)
-        expanded = form.expand(output[part], streams[part], collapsed)
-        return torch.cat((expanded.flatten(1).float(), collapsed.input.float(), collapsed.comb.flatten(1)), 1)
+        expanded, parts = advance(output[part], streams[part], collapsed, product)
+        assert parts is not None
+        products = parts.transpose(0, 1).flatten(1)
+        return torch.cat((expanded.flatten(1), collapsed.input, collapsed.comb.flatten(1), products), 1)
 
     whole = run(0, T)
     for at, size in ((0, 1), (5, 3), (20, 14), (T - 1, 1)):

@@ -1,0 +1,156 @@
+"""T-03: what a kernel is told to write outside of its tensor stops the device, and writes nothing.
+
+On a GPU that ends the process's context, so it is done in a process of its own, whose tensors lie in pinned host
+memory: they can be looked at behind the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
+from dsparkd.kernels.cuda.indexer import keep_best
+from dsparkd.kernels.cuda.packed import store as store_packed
+from dsparkd.kernels.cuda.rows import store as store_rows
+from dsparkd.kernels.indexer import Visible
+from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.row_layout import key_bytes
+
+CANARY = 7
+
+
+class Stage:
+    """Tensors that both the host and the kernels reach; `around` is one with canaries before and behind it."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self.wholes: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self._pinned else tensor
+
+    def around(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        whole = self(torch.full((rows + 2 * 16, width), CANARY, dtype=dtype))
+        self.wholes.append((whole, whole.clone()))
+        return whole[16 : 16 + rows]
+
+    def intact(self) -> bool:
+        return all(torch.equal(whole, before) for whole, before in self.wholes)
+
+
+def rows_store(on: Stage, place: int, source: int = 1) -> None:
+    ring = on.around(5, 40, torch.float32)
+    store_rows(ring, on(torch.tensor([place])), on(torch.zeros(3, 40)), on(torch.tensor([source])))
+
+
+def packed_store(on: Stage, place: int, source: int = 1) -> None:
+    ring = on.around(5, key_bytes(96, 32), torch.uint8)
+    store_packed(ring, on(torch.tensor([place])), on(torch.zeros(3, 96)), on(torch.tensor([source])), 32)
+
+
+def close(on: Stage, place: int) -> None:
+    pages, keys = on.around(5, 32, torch.float32), on.around(5, 16, torch.float32)
+    rows, angles = on(torch.zeros(4, 4 * 48)), on(torch.zeros(1, 1, 8))
+    closing = Closing(on(torch.ones(8, dtype=torch.int64)), on(torch.tensor([place])), Rotation(angles, angles))
+    close_entries(rows, rows, closing, 1e-6, Part(on(torch.ones(32)), pages), Part(on(torch.ones(16)), keys))
+
+
+def choose(on: Stage, top_k: int) -> None:
+    """The choice's rows have room for 64; a larger top_k is what a wrong plan would ask for."""
+    chosen = on.around(1, 64, torch.int64)
+    slots = on(torch.arange(1, 129)[None])
+    zero = on(torch.zeros(1, dtype=torch.int64))
+    keep_best(on(torch.zeros(1, 128)), Visible(slots, zero, on(torch.tensor([128])), 128), top_k, chosen)
+
+
+FAULTS: dict[str, Callable[[Stage], None]] = {
+    "rows.store": lambda on: rows_store(on, 5),
+    "rows.store of no row": lambda on: rows_store(on, 2, 3),
+    "packed.store": lambda on: packed_store(on, 6),
+    "packed.store of no row": lambda on: packed_store(on, 2, -1),
+    "compressor.close_entries": lambda on: close(on, 5),
+}
+
+
+INTERPRETED = pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the GPU runs the kernels")
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_place_outside_of_its_tensor_stops_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T-03: the interpreter asserts when it is told to, and the assertion names the kernel."""
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True, sanitize_overflow=False))
+    on = Stage(pinned=False)
+    with pytest.raises(Exception, match=name.partition(" ")[0]):
+        FAULTS[name](on)
+    assert on.intact()
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_place_outside_of_its_tensor_is_never_written(name: str) -> None:
+    """T-03: the write itself is bounded, whether or not anything asserts."""
+    on = Stage(pinned=False)
+    FAULTS[name](on)
+    assert on.intact()
+
+
+@INTERPRETED
+def test_a_choice_is_bounded_by_its_room() -> None:
+    """T-03: its places are counted on the device; the choice of more than there is room for writes nothing behind."""
+    on = Stage(pinned=False)
+    choose(on, 100)
+    whole, before = on.wholes[0]
+    assert torch.equal(whole[17:], before[17:])
+    assert (whole[16] > 0).all()
+
+
+@INTERPRETED
+def test_places_inside_are_written() -> None:
+    """The control: the last row is inside, and -1 is padding, which is nobody's."""
+    for work in (rows_store, packed_store, close):
+        on = Stage(pinned=False)
+        work(on, 4)
+        assert not on.intact()
+        on = Stage(pinned=False)
+        work(on, -1)
+        assert on.intact()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_place_outside_of_its_tensor_stops_the_device(name: str) -> None:
+    """T-03: in a process of its own; the error says that a device-side assertion failed, and the device which."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.cuda.test_bounds", name], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 3, run.stderr[-2000:]
+    assert name.partition(" ")[0] in run.stderr + run.stdout
+    assert "device-side assert" in run.stdout
+
+
+def main(name: str) -> int:
+    """Commit one fault on the GPU: 3 when it was stopped and nothing around has changed."""
+    on = Stage(pinned=True)
+    torch.zeros(1, device="cuda")
+    try:
+        FAULTS[name](on)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        sys.stdout.write(str(error))
+        return 3 if on.intact() else 4
+    return 5
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
