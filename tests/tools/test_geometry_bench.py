@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dsparkd.config import Hardware, load, resolve
-from dsparkd.kernels.router import Routes
+from dsparkd.kernels.router import Routes, pack
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.config import load_model_config, parse_model_config
-from dsparkd.model.moe import pack, unpack
+from dsparkd.model.moe import unpack
 from tests.model.values import small_values
 from tools import flash_files, geometry_rank
 from tools.bench import geometry
