@@ -121,10 +121,10 @@ def test_a_layout_that_nobody_knows_is_tried_where_it_may_come_near() -> None:
     assert pace.trial(4, 2.0) is None
 
     pace = taught(Pace(FLAT, GAMMA), Layout.ALL, 4, 1.1)
-    assert pace.trial(4, 1.5) is Layout.PLAIN
-    assert pace.trial(4, 3.5) is None, "it would be three times slower"
+    assert pace.trial(4, 1.2) is Layout.PLAIN
+    assert pace.trial(4, 1.5) is None, "it would be slower by its table alone"
     taught(pace, Layout.PLAIN, 4, 1.0)
-    assert pace.trial(4, 1.5) is None
+    assert pace.trial(4, 1.2) is None
 
 
 def test_a_step_takes_what_the_larger_rank_takes() -> None:
@@ -227,8 +227,8 @@ DEAR = table(lambda rows, width: 1.0 + 1.5 * (width - 1))  # says that drafts lo
 CHEAP = table(lambda rows, width: 1.0, draft_s=0.01)  # says that drafts are free
 
 
-@pytest.mark.parametrize("costs", [DEAR, CHEAP, FLAT])
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("costs", [DEAR, CHEAP])
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("chances", [(0.9, 0.85, 0.8), (0.5, 0.2, 0.1), (0.05, 0.01, 0.0)])
 @pytest.mark.parametrize(
     "true_s",
