@@ -152,7 +152,7 @@ def test_overlapping_kernels_are_counted_once(spans: Sequence[tuple[float, float
     [
         ("_gate_up_kernel", "experts"),
         ("_linear_kernel", "linear"),
-        ("_add", "feed_forward"),
+        ("_activate", "feed_forward"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::elementwise_kernel", geometry_rank.OTHER),
