@@ -91,6 +91,7 @@ PATH_ACTIVE = _family(
         "mixed_step",
         "decode_graph",
         "random_weights",
+        "packed_cache",
         "grammar_traversal",
         "grammar_store",
         "dspark",
