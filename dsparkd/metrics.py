@@ -92,6 +92,7 @@ PATH_ACTIVE = _family(
         "overlap",
         "decode_graph",
         "random_weights",
+        "packed_cache",
         "grammar_traversal",
         "grammar_store",
         "dspark",

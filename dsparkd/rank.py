@@ -185,6 +185,7 @@ class Rank:
             *PATHS,
             overlap_path(config, self._max_drafts),
             weights_path(config.engine),
+            cache_path(config.engine),
             *grammar_paths(config.grammar),
             *draft_paths(config.dspark, self._max_drafts, model_config.gamma, table),
         )
@@ -472,6 +473,13 @@ def weights_path(config: EngineConfig) -> PathState:
     if config.weights == "random":
         return PathState("random_weights", "active", 'engine.weights = "random": answers mean nothing')
     return PathState("random_weights", "off", 'engine.weights = "checkpoint"')
+
+
+def cache_path(config: EngineConfig) -> PathState:
+    """How keys are cached, for /server_info and the log."""
+    if config.kv_dtype == "fp8":
+        return PathState("packed_cache", "active", 'engine.kv_dtype = "fp8"')
+    return PathState("packed_cache", "off", f'engine.kv_dtype = "{config.kv_dtype}"')
 
 
 def graph_path(engine: EngineConfig, graphs: Graphs | None) -> PathState:

@@ -631,6 +631,14 @@ def test_m06_weights_say_whether_answers_mean_anything() -> None:
     assert "mean nothing" in noise.why
 
 
+def test_m06_a_packed_cache_is_said() -> None:
+    """M-06: its ids are not those of a plain one."""
+    for kv_dtype, state in (("model", "off"), ("fp8", "active")):
+        engine = msgspec.convert({"checkpoint": "/c", "kv_dtype": kv_dtype}, EngineConfig)
+        path = rank.cache_path(engine)
+        assert (path.path, path.state, path.why) == ("packed_cache", state, f'engine.kv_dtype = "{kv_dtype}"')
+
+
 def test_a_warm_up_drafts_where_the_server_does(config: Config) -> None:
     """L-15: the longest tick is that of the widest step."""
     plans = rank.warm_up_plans(config, num_pages=40, max_drafts=5)

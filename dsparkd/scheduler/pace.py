@@ -19,10 +19,10 @@ from dsparkd.executor.plan import Speculation
 SAMPLES = 15  # of a cell, the latest; their median is what is known of it
 KNOWN_SAMPLES = 3  # fewer say nothing
 RETRY_STEPS = 4096  # decode steps after which what was measured is no news any more
-# A layout that nobody knows is tried where it may come near: drafting may be much better than a table believes, while
-# the table is about right for plain steps.
+# A layout that nobody knows is tried where it may come so near. Drafting may be much better than a table believes; a
+# plain step takes no less than its table, which leaves things out, so trials of it are for where that may be enough.
 TRY_DRAFTS_SHARE = 1 / 3
-TRY_PLAIN_SHARE = 1 / 2
+TRY_PLAIN_SHARE = 0.9
 KEPT_SHARE = 0.97  # of a layout's time where the step before had it: a change costs, and times are never exact
 LEAST_SHARE = 0.1  # of the table's time: no step is free
 

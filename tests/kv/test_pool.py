@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from dsparkd.errors import InvariantError
+from dsparkd.kernels import packed
 from dsparkd.kv.geometry import KVGeometry, PoolSizes
 from dsparkd.kv.pool import KVPool
 
@@ -109,3 +112,24 @@ def test_a_dtype_of_another_size_is_refused() -> None:
     """The budget was computed for the geometry's element size."""
     with pytest.raises(InvariantError):
         KVPool(GEOMETRY, PoolSizes(4, 3, 2), torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_a_snapshot_keeps_each_row_with_its_scale(scale: float) -> None:
+    """T-37: packed rows whose scales are 0.5 and 2 come back in another slot as they were, and pages lie untouched."""
+    g = dataclasses.replace(GEOMETRY, head_dim=96, index_head_dim=32, rotary_dim=32, is_packed=True)
+    pool = KVPool(g, SIZES, torch.float32, torch.device("cpu"))
+    keys = torch.randn((g.window_ring_rows, 96), generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    keys[:, 5] = 448 * scale  # the largest of its group
+    pool.window[:, g.window_ring_rows : 2 * g.window_ring_rows] = packed.pack(keys, 32)
+    entries = packed.pack(keys[:16], 32)
+    pool.csa_entries[:, g.csa_entries_per_page :][:, :16] = entries
+    pool.save_snapshot(1, 1, 128)
+    pool.reset_slot(1)
+    pool.load_snapshot(2, 1, 128)
+    last = torch.arange(128 - g.window, 128) % g.window_ring_rows
+    got = packed.unpack(pool.window[0, 2 * g.window_ring_rows + last], 96, 32, torch.float32)
+    assert torch.equal(got, packed.unpack(packed.pack(keys[last], 32), 96, 32, torch.float32))
+    assert bool((got[:, 5] == 448 * scale).all())
+    assert torch.equal(pool.csa_entries[1, g.csa_entries_per_page :][:16], entries)
+    assert pool.device_bytes == SIZES.device_bytes(g)

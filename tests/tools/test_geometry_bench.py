@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dsparkd.config import Hardware, load, resolve
-from dsparkd.kernels.router import Routes
+from dsparkd.kernels.router import Routes, pack
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.config import load_model_config, parse_model_config
-from dsparkd.model.moe import pack, unpack
+from dsparkd.model.moe import unpack
 from tests.model.values import small_values
 from tools import flash_files, geometry_rank
 from tools.bench import geometry
@@ -152,7 +152,7 @@ def test_overlapping_kernels_are_counted_once(spans: Sequence[tuple[float, float
     [
         ("_gate_up_kernel", "experts"),
         ("_linear_kernel", "linear"),
-        ("_add", "feed_forward"),
+        ("_activate", "feed_forward"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::elementwise_kernel", geometry_rank.OTHER),

@@ -5,8 +5,9 @@
 
 The real executor runs in one process, both expert shards in it: as much work as one of two ranks has when its peer has
 the same rows. What the exchange and the scheduler add to every step is left out: a server learns that from the steps it
-serves (scheduler/pace.py), and has from the table how times grow with rows and tokens. On cuda steps are replayed from graphs, as two ranks on two GPUs do it; --eager is for a device that both share.
-Medians of --rounds steps, taken in turn; a figure below one for less work takes that one's place.
+serves (scheduler/pace.py), and has from the table how times grow with rows and tokens. On cuda steps are replayed from
+graphs, as two ranks on two GPUs do it; --eager is for a device that both share. Medians of --rounds steps, taken in
+turn; a figure below one for less work takes that one's place.
 """
 
 from __future__ import annotations

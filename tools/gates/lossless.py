@@ -54,6 +54,7 @@ LEAST_P = 1e-3
 TINY_CONTEXT = 1024
 MAX_ROWS = 32
 GROWING = 64
+PLAIN_S = {"cpu": 1e-2, "cuda": 1e-3}
 TEMPERATURES = (0.0, 0.7, 1.0)
 SAMPLING: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -252,8 +253,9 @@ class Gate:
     def _costs(self, directory: Path) -> Path:
         """A cost table by which likely drafts pay and others do not: a token costs as much as a twentieth of a step.
 
-        Its seconds are about those of real steps, beside which they are held.
+        A plain step of one row takes about what a real one does, beside which these times are held.
         """
+        plain_s = PLAIN_S[self._placed.device]
         rows, widths = (1, MAX_ROWS), tuple(range(1, self._gamma + 2))
         table = CostTable(
             version=costs.VERSION,
@@ -266,8 +268,8 @@ class Gate:
             ),
             rows=rows,
             widths=widths,
-            verify_s=tuple(tuple(0.01 * (1.0 + 0.05 * count * width) for width in widths) for count in rows),
-            draft_s=(0.001, 0.001),
+            verify_s=tuple(tuple(plain_s * (1 + 0.05 * count * width) for width in widths) for count in rows),
+            draft_s=(0.1 * plain_s, 0.1 * plain_s),
         )
         path = directory / "costs.json"
         path.write_bytes(msgspec.json.encode(table))

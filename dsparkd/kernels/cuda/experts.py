@@ -22,7 +22,6 @@ from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
-    TURNED_ROWS,
     Tiles,
     blocks_of,
     in_pieces,
@@ -30,12 +29,14 @@ from dsparkd.kernels.cuda.tile import (
     packed_tile,
     turn,
     turned_place,
+    turned_tile,
     weight_tile,
 )
 from dsparkd.kernels.experts import ExpertShard
 from dsparkd.kernels.weight import FP8_GROUP, Format, stacked
 
 SCAN = 1024  # choices that a program of the layout looks at in one go
+TURNED_TILE = 32  # with so many rows in a tile it pays to turn the inputs once, before the product
 FEW_CHOICES = 16  # so many fit into every tile, and are not laid out
 GROUP_TILES = 16  # row tiles that are computed for all columns before the next: their inputs stay in the cache
 COMBINED = 1024  # columns of a program that sums a row's experts
@@ -71,9 +72,8 @@ class TritonExperts:
         dtype = values.dtype if self._format is Format.DENSE else torch.bfloat16
         shapes = tiles_of(self._format, dtype)
         for tiles in shapes:
-            # Choices in place, laid out beside rows that are turned in the product, and beside rows turned before.
-            few = (1, FEW_CHOICES + 1) if tiles is shapes[0] else (FEW_CHOICES + 1,)
-            for num_rows in (*few, TURNED_ROWS):
+            # Choices in place, and laid out.
+            for num_rows in (1, FEW_CHOICES + 1) if tiles is shapes[0] else (FEW_CHOICES + 1,):
                 x = torch.zeros((num_rows, self._width), dtype=dtype, device=values.device)
                 # One row for this shard: a tile is enough.
                 foreign = self._first + self._num_experts
@@ -107,7 +107,7 @@ class TritonExperts:
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
         width, is_packed = self._expert_width, self._format is not Format.DENSE
-        is_turned = is_packed and max(len(x), tiles.rows) >= TURNED_ROWS and x.shape[1] % FP8_GROUP == 0
+        is_turned = is_packed and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
         # Tiles of 128 outputs of a packed weight have 64 of each half.
@@ -382,11 +382,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     starts = x + rows * WIDTH
-    held = input_tile(starts, real, 0, WIDTH, TURN, EVEN, BLOCK_K)
+    held = input_tile(starts, real, 0, WIDTH, TURN and not HELD, EVEN, BLOCK_K)
     for k in range(0, WIDTH, BLOCK_K):
         if HELD:
-            part = tl.trans(held).to(OPERAND)
-            held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), WIDTH, TURN, EVEN, BLOCK_K)
+            part = tl.trans(turned_tile(held, BLOCK_M) if TURN else held).to(OPERAND)
+            held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), WIDTH, False, EVEN, BLOCK_K)
         else:
             part = tl.trans(input_tile(starts, real, k, WIDTH, TURN, EVEN, BLOCK_K)).to(OPERAND)
         if JOINED:

@@ -79,7 +79,7 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
         SPAN=SPAN,
         BLOCK_H=max(16, triton.next_power_of_2(h)),
         BLOCK_D=max(16, triton.next_power_of_2(i)),
-        BLOCK_E=64,
+        BLOCK_E=128,
         OPERAND=operand(query),
         PRECISION=precision(query),
         num_warps=4,
@@ -155,8 +155,9 @@ def _score(  # type: ignore[no-untyped-def]
         else:
             row = keys + slot * D
             key = tl.load(row[:, None] + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0).to(OPERAND)
-        products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
-        total = tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
+        # Entries by heads: a thread has many heads of an entry, and adds them without the others.
+        products = tl.dot(key, tl.trans(q), input_precision=PRECISION)
+        total = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
         tl.store(scores + t * most + e, total, mask=live)
 
 

@@ -24,7 +24,7 @@ from dsparkd.kernels.cuda.tile import (
     TURNED_ROWS,
     Tiles,
     in_pieces,
-    input_columns,
+    input_tile,
     turn,
     weight_tile,
 )
@@ -103,6 +103,7 @@ class TritonLinear:
             SPLITS=self._splits,
             SPREAD=spread,
             TURN=is_packed and not is_turned,
+            HELD=tiles.held,
             GROUPS=self._groups,
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
@@ -142,11 +143,12 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     """List the tile shapes of a format and dtype, the fewest rows first."""
     if dtype == torch.float32:
         return (Tiles(16, 32, 32, 4, 2),)
+    held = form is not Format.DENSE  # dense weights come straight from shared memory, and wait for nothing
     return (
-        Tiles(16, 64, 128, 4, 4),
-        Tiles(32, 64, 128, 4, 4),
-        Tiles(64, 64, 128, 4, 3),
-        Tiles(128, 128, 128, 8, 3),
+        Tiles(16, 64, 128, 4, 4, held=held),
+        Tiles(32, 64, 128, 4, 4, held=held),
+        Tiles(64, 64, 128, 4, 3, held=held),
+        Tiles(128, 128, 128, 8, 3, held=held),
     )
 
 
@@ -173,6 +175,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     SPREAD: tl.constexpr,
     TURN: tl.constexpr,
+    HELD: tl.constexpr,
     GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -200,7 +203,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     column_ok = column < height
     row_ok = row < num_rows
     rows = row.to(tl.int64)
-    inputs = x + rows[:, None] * (GROUPS * INPUTS) + group * INPUTS
+    inputs = x + rows * (GROUPS * INPUTS) + group * INPUTS
     places = rows[:, None] * outputs + group * height + column[None, :]
     mask = row_ok[:, None] & column_ok[None, :]
     LENGTH: tl.constexpr = INPUTS // SPLITS
@@ -208,7 +211,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         split = tl.program_id(1)
         total = _sum_inputs(
             inputs, values, scales, group, start, height, row_ok, split * LENGTH,
-            LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+            LENGTH, INPUTS, TURN, HELD, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         size = num_rows.to(tl.int64) * outputs
         tl.store(parts + split * size + places, tl.trans(total), mask=mask)
@@ -223,7 +226,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     elif SPLITS == 1:
         total = _sum_inputs(
             inputs, values, scales, group, start, height, row_ok, 0,
-            LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+            LENGTH, INPUTS, TURN, HELD, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
     else:
@@ -231,23 +234,29 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         for split in range(SPLITS):
             total += _sum_inputs(
                 inputs, values, scales, group, start, height, row_ok, split * LENGTH,
-                LENGTH, INPUTS, TURN, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+                LENGTH, INPUTS, TURN, HELD, FORMAT, OPERAND, PRECISION, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_inputs(  # type: ignore[no-untyped-def]
-    inputs, values, scales, group, start, height, row_ok, first,
-    LENGTH: tl.constexpr, INPUTS: tl.constexpr, TURN: tl.constexpr, FORMAT: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, values, scales, group, start, height, row_ok, first,
+    LENGTH: tl.constexpr, INPUTS: tl.constexpr, TURN: tl.constexpr, HELD: tl.constexpr, FORMAT: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum over LENGTH inputs from `first` on: [BLOCK_N, BLOCK_M] float32, as one chain."""
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    LAST: tl.constexpr = (LENGTH - 1) // BLOCK_K * BLOCK_K
+    if HELD:
+        held = input_tile(rows, row_ok, first, INPUTS, TURN, EVEN, BLOCK_K)
     for k in range(first, first + LENGTH, BLOCK_K):
-        index = input_columns(k, TURN, BLOCK_K)
-        mask = row_ok[:, None] if EVEN else row_ok[:, None] & (index[None, :] < INPUTS)
-        part = tl.trans(tl.load(inputs + index[None, :], mask=mask, other=0.0)).to(OPERAND)
+        if HELD:
+            part = tl.trans(held).to(OPERAND)
+            held = input_tile(rows, row_ok, tl.minimum(k + BLOCK_K, first + LAST), INPUTS, TURN, EVEN, BLOCK_K)
+        else:
+            part = tl.trans(input_tile(rows, row_ok, k, INPUTS, TURN, EVEN, BLOCK_K)).to(OPERAND)
         weight = weight_tile(values, scales, group, start, k, height, INPUTS, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN)
         total = tl.dot(weight, part, total, input_precision=PRECISION)
     return total

@@ -178,6 +178,13 @@ def input_columns(k, TURNED: tl.constexpr, BLOCK_K: tl.constexpr):  # type: igno
         return k + p
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def turned_tile(rows, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows [M, 128] in the order of a packed weight's tile."""
+    parts = tl.permute(tl.reshape(rows, (BLOCK_M, 4, 8, 2, 2)), (0, 2, 3, 1, 4))  # [t, j, h, i] to [j, h, t, i]
+    return tl.reshape(parts, (BLOCK_M, 128))
+
+
 @triton.jit
 def turned_place(column):  # type: ignore[no-untyped-def]
     """Where a column lies in a row of that order: the inverse of input_columns."""
