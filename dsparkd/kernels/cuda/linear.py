@@ -21,11 +21,11 @@ from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
-    TURNED_ROWS,
     Tiles,
     in_pieces,
     input_tile,
     turn,
+    turned_tile,
     weight_tile,
 )
 from dsparkd.kernels.weight import FP8_GROUP, Format, Weight
@@ -35,6 +35,7 @@ SPLIT_INPUTS = 512  # the least inputs of a split
 SPLIT_PROGRAMS = 256  # more programs than these are not made by splits of the inputs of one row tile
 LARGE_PROGRAMS = 96  # with fewer of the largest tiles, smaller ones are faster
 SPREAD_PROGRAMS = 128  # with fewer programs, each split gets one of its own
+TURNED_ROWS = 1024  # of so many it pays to turn the inputs once, in a launch before the product
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 
@@ -73,9 +74,11 @@ class TritonLinear:
         for tiles in tiles_of(self._format, dtype):
             for spread in {False, self._is_spread(1, tiles)}:
                 self._product(x, tiles, spread)
+        self._product(x, tiles, False, turned=True)
 
-    def _product(self, x: Tensor, tiles: Tiles, spread: bool | None = None) -> Tensor:
-        """spread: a program for each split; None for where there are few programs."""
+    def _product(self, x: Tensor, tiles: Tiles, spread: bool | None = None, turned: bool | None = None) -> Tensor:
+        """spread: a program for each split; None for where there are few programs. turned: packed weights' inputs are
+        turned before; None for where there are many rows."""
         M, (O, I) = x.shape[0], self._shape  # noqa: E741
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         if not M:
@@ -84,8 +87,10 @@ class TritonLinear:
             spread = self._is_spread(M, tiles)
         programs = self._count_programs(M, tiles)
         is_packed = self._format is not Format.DENSE
-        is_turned = is_packed and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
-        if is_turned:
+        if turned is None:
+            turned = M >= TURNED_ROWS
+        turned = turned and is_packed and I % FP8_GROUP == 0
+        if turned:
             x = turn(x)
         parts = out  # not touched where a program has all splits
         if spread:
@@ -102,7 +107,7 @@ class TritonLinear:
             INPUTS=I,
             SPLITS=self._splits,
             SPREAD=spread,
-            TURN=is_packed and not is_turned,
+            TURN=is_packed and not turned,
             HELD=tiles.held,
             GROUPS=self._groups,
             FORMAT=FORMAT_CODES[self._format],
@@ -250,11 +255,11 @@ def _sum_inputs(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     LAST: tl.constexpr = (LENGTH - 1) // BLOCK_K * BLOCK_K
     if HELD:
-        held = input_tile(rows, row_ok, first, INPUTS, TURN, EVEN, BLOCK_K)
+        held = input_tile(rows, row_ok, first, INPUTS, False, EVEN, BLOCK_K)
     for k in range(first, first + LENGTH, BLOCK_K):
         if HELD:
-            part = tl.trans(held).to(OPERAND)
-            held = input_tile(rows, row_ok, tl.minimum(k + BLOCK_K, first + LAST), INPUTS, TURN, EVEN, BLOCK_K)
+            part = tl.trans(turned_tile(held, BLOCK_M) if TURN else held).to(OPERAND)
+            held = input_tile(rows, row_ok, tl.minimum(k + BLOCK_K, first + LAST), INPUTS, False, EVEN, BLOCK_K)
         else:
             part = tl.trans(input_tile(rows, row_ok, k, INPUTS, TURN, EVEN, BLOCK_K)).to(OPERAND)
         weight = weight_tile(values, scales, group, start, k, height, INPUTS, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN)

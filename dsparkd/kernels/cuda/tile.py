@@ -62,7 +62,6 @@ class Tiles:
 
 TURNED_COLUMNS = 1024  # of one program that turns them
 REGROUPED = 4096  # words of one program
-TURNED_ROWS = 64  # with so many rows, in all or in a tile, it pays to turn the inputs once, before the product
 FORMAT_CODES = {Format.DENSE: 0, Format.FP8: 1, Format.FP4: 2}  # what kernels are compiled for
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles, splits_of, tiles_of
-from dsparkd.kernels.cuda.tile import TURNED_ROWS
 from dsparkd.kernels.weight import Format, Weight, decode, dense, stacked
 from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
@@ -31,17 +30,19 @@ def test_the_product_is_right(device: torch.device, form: Format, inputs: int, o
 def test_packed_weights_have_the_values_of_dense_ones(device: torch.device, form: Format, inputs: int) -> None:
     """A code times its scale is exact in bfloat16, subnormal codes included: an input of ones picks them one by one."""
     weight, x = random_weight(form, 70, inputs, 3, device), torch.eye(inputs, dtype=torch.bfloat16, device=device)
-    for num_rows in (16, inputs):  # few rows are turned in the product, many before it
+    for num_rows in (16, inputs):  # in tiles of few rows, and of more
         got = TritonLinear(weight, wide=True)(x[-num_rows:].contiguous())
         assert torch.equal(got, decode(weight, torch.float32).t()[-num_rows:])
 
 
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
 def test_inputs_turned_before_and_in_the_product_give_the_same_bits(device: torch.device, form: Format) -> None:
-    """The tiles that rows ask for decide which of both it is."""
+    """The number of rows decides which of both it is."""
     weight, x = random_weight(form, 64, 256, 3, device), noise(device, 70, 256)
-    assert choose_tiles(16, 64, form, x.dtype).rows < TURNED_ROWS <= choose_tiles(70, 64, form, x.dtype).rows
     kernel = TritonLinear(weight, wide=True)
+    for tiles in tiles_of(form, x.dtype):
+        before, within = (kernel._product(x, tiles, turned=turned) for turned in (True, False))
+        assert torch.equal(before, within)
     assert torch.equal(kernel(x)[:16], kernel(x[:16]))
 
 
