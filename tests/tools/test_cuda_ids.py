@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tools.gates.cuda_ids import Replay, compare, report_graphs
-from tools.workload import Answer
+from tools.gates.cuda_ids import Ahead, Replay, compare, compare_overlap, report_graphs, report_overlap
+from tools.harness import ensure_checkpoint
+from tools.workload import Answer, mixed_items
 
 
 def answer(tokens: str, logprobs: list[float], margins: list[float] | None = None) -> Answer:
@@ -75,3 +76,29 @@ def test_replayed_steps_are_held_to_every_id_and_log_probability(
     assert ("FAIL" in capsys.readouterr().out) is False
     report_graphs([replay(**fault)], 2.0, as_json=False)
     assert ("FAIL" in capsys.readouterr().out) == bool(fault)
+
+
+def ahead(**other: int) -> Ahead:
+    counts = {"differing": 0, "seen": 0, "ahead": 9, "ahead_off": 0, "dropped": 1} | other
+    return Ahead(requests=4, compared_ids=40, seconds=1.0, **counts)
+
+
+@pytest.mark.parametrize("fault", [{"differing": 1}, {"seen": 1}, {"ahead": 0}, {"ahead_off": 1}, {}])
+def test_steps_launched_ahead_are_held_to_every_answer(
+    fault: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And steps must have been launched ahead, where that is on alone."""
+    assert ahead(**fault).ok == (not fault)
+    assert report_overlap(ahead(**fault), as_json=True) == (1 if fault else 0)
+    assert report_overlap(ahead(**fault), as_json=False) == (1 if fault else 0)
+    assert ("FAIL" in capsys.readouterr().out) == bool(fault)
+
+
+def test_both_ways_are_served() -> None:
+    """The gate itself, on the cpu: the servers differ in nothing but the overlap."""
+    items = mixed_items(6, 500, 4, seed=3)
+
+    got = compare_overlap(ensure_checkpoint(), items, {"device": "cpu", "dtype": "float32"})
+
+    assert got.ok
+    assert got.compared_ids == 24

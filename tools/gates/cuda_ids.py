@@ -1,6 +1,6 @@
 """Compares the greedy ids of two ranks on two GPUs, or on one that they share, with those of the cpu server in float32.
 
-    python -m tools.gates cuda_ids [--requests 64] [--shared-device | --graphs] [--json]
+    python -m tools.gates cuda_ids [--requests 64] [--shared-device | --graphs | --overlap] [--json]
 
 The same server and checkpoint run on the cpu in float32 and in bfloat16, then eager on cuda in both. Devices round
 differently, so a token may differ where two candidates are as good as equal: a difference counts as explained when
@@ -10,7 +10,8 @@ torch's reference, is the control: its largest difference counts too, and cuda's
 
 With --graphs it compares something else, on two GPUs: replayed decode steps and drafts with eager ones, in bfloat16,
 plain and speculating, greedy and seeded. There every id and every log-probability must be the same, and those of
-speculation the plain server's.
+speculation the plain server's. With --overlap it compares steps that are launched ahead with those that are not, in the
+same way: replayed on two GPUs, or eager on the one that is shared.
 """
 
 from __future__ import annotations
@@ -124,6 +125,58 @@ def compare_graphs(
     return replay, answers[0]
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A server that launches steps ahead beside the same one that does not.
+
+    differing, seen: requests with another id, or log-probability, finish reason or text. ahead, ahead_off: steps that
+    were launched ahead, of both ranks, where that is on and off. dropped: rows that ran once for nothing.
+    """
+
+    requests: int
+    differing: int
+    seen: int
+    compared_ids: int
+    ahead: int
+    ahead_off: int
+    dropped: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, and steps were launched ahead where they should be alone."""
+        return not self.differing and not self.seen and self.ahead > 0 and not self.ahead_off
+
+
+def compare_overlap(checkpoint: Path, items: list[Item], placed: dict[str, object]) -> Ahead:
+    """Run the same requests with steps launched ahead and without. placed: keys of [engine]."""
+    start = time.perf_counter()
+    counts: list[tuple[int, int]] = []
+
+    def count(client: Client) -> None:
+        time.sleep(1.5)  # a rank's counters reach the parent once a second
+        names = ("dsparkd_steps_ahead_total", "dsparkd_dropped_rows_total")
+        counts.append((int(client.counter(names[0])), int(client.counter(names[1]))))
+
+    answers = [
+        run_server(checkpoint, placed, items, {"scheduler": {"overlap": overlap}, "dspark": {"enabled": False}}, count)[
+            0
+        ]
+        for overlap in (False, True)
+    ]
+    pairs = list(zip(*answers, strict=True))
+    return Ahead(
+        requests=len(items),
+        differing=sum(one.tokens != other.tokens for one, other in pairs),
+        seen=sum(one != other for one, other in pairs),
+        compared_ids=sum(len(answer.tokens) for answer in answers[0]),
+        ahead=counts[1][0],
+        ahead_off=counts[0][0],
+        dropped=counts[1][1],
+        seconds=round(time.perf_counter() - start, 1),
+    )
+
+
 def run_server(
     checkpoint: Path,
     placed: dict[str, object],
@@ -212,6 +265,20 @@ def report_graphs(replays: Sequence[Replay], seconds: float, *, as_json: bool) -
     return 0 if ok else 1
 
 
+def report_overlap(ahead: Ahead, *, as_json: bool) -> int:
+    """Print the table; 0 when nothing differs."""
+    if as_json:
+        print(json.dumps({"ok": ahead.ok, "elapsed_s": ahead.seconds, "overlap": asdict(ahead)}))
+        return 0 if ahead.ok else 1
+    print("requests   ids  other ids  other answers  steps ahead  rows dropped")
+    print(
+        f"{ahead.requests:8} {ahead.compared_ids:5} {ahead.differing:10} {ahead.seen:14} {ahead.ahead:12} "
+        f"{ahead.dropped:13}"
+    )
+    print(f"{'ok' if ahead.ok else 'FAIL'}: steps launched ahead against others, {ahead.seconds} s")
+    return 0 if ahead.ok else 1
+
+
 def main(argv: list[str]) -> int:
     """Compare float32 and bfloat16; 0 when rounding explains every difference."""
     parser = argparse.ArgumentParser(prog="python -m tools.gates cuda_ids", description="ids of cuda against cpu")
@@ -219,6 +286,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--checkpoint", type=Path, help="directory; the small checkpoint by default")
     parser.add_argument("--shared-device", action="store_true", help="cuda: both ranks on one GPU")
     parser.add_argument("--graphs", action="store_true", help="replayed steps against eager ones")
+    parser.add_argument("--overlap", action="store_true", help="steps launched ahead against others")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args(argv)
     checkpoint = (arguments.checkpoint or ensure_checkpoint()).resolve()
@@ -230,6 +298,10 @@ def main(argv: list[str]) -> int:
         plain, answers = compare_graphs(checkpoint, items, drafts=False)
         drafted, _ = compare_graphs(checkpoint, items, drafts=True, plain=answers)
         return report_graphs([plain, drafted], time.perf_counter() - began, as_json=arguments.json)
+    if arguments.overlap:
+        items = mixed_items(arguments.requests, vocab_size, 2 * MAX_TOKENS, seed=3)
+        ours: dict[str, object] = {"device": "cuda", "dtype": "bfloat16", "shared_device": arguments.shared_device}
+        return report_overlap(compare_overlap(checkpoint, items, ours), as_json=arguments.json)
     base, _ = run_server(checkpoint, {"device": "cpu", "dtype": "float32"}, items)
     comparisons = []
     control: Comparison | None = None
