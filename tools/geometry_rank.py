@@ -41,7 +41,7 @@ from dsparkd.config import (
 from dsparkd.errors import DsparkdError
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.device import TorchDriver, require_device
-from dsparkd.executor.executor import Executor, rank_device
+from dsparkd.executor.executor import Executor, Landing, rank_device
 from dsparkd.executor.plan import Plan, PlanRow, SlotStart, Speculation, StepKind
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
@@ -53,7 +53,7 @@ GREEDY = SamplingParams(max_tokens=64, seed=1, temperature=0.0)
 WARM_STEPS = 2
 PROFILED_STEPS = 3
 MOST_ROUNDS = 20
-ROOM_TOKENS = 6 * (2 * (WARM_STEPS + MOST_ROUNDS) + PROFILED_STEPS)  # that a row may gain while it is timed
+ROOM_TOKENS = 6 * (2 * (WARM_STEPS + 1 + MOST_ROUNDS) + PROFILED_STEPS)  # that a row may gain while it is timed
 TOP_KERNELS = 14
 TIMEOUT_S = 300.0
 KERNELS = Path(__file__).resolve().parent.parent / "dsparkd" / "kernels" / "cuda"
@@ -124,12 +124,20 @@ class Bench:
         self._groups = groups
         self._gamma = executor.model_config.gamma
         self._draw = random.Random(request.dp_rank)
+        self._landing: Landing | None = None
+
+    def land(self) -> None:
+        """Wait for the step that was launched ahead, if there is one."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing()
 
     def decode(self, num_rows: int, context: int, *, drafts: bool) -> Callable[[], None]:
         """A step of so many rows behind a context.
 
-        Without drafts every step has new ids, so that each is another sample of the routers' choices. With drafts a row
-        goes on from what the step before it gave, as in the server: blocks may have been drafted behind that step.
+        Without drafts every step has new ids, so that each is another sample of the routers' choices; it is
+        launched before the one before it has landed, as the server does on cuda. With drafts a row goes on from what the step
+        before it gave, as there: blocks may have been drafted behind that step.
         """
         plans = itertools.cycle([Plan(StepKind.DECODE, self._rows(num_rows, context), replays=True) for _ in range(8)])
         total = num_rows * (1 + self._gamma)
@@ -137,10 +145,13 @@ class Bench:
         rows = next(plans).rows
 
         def run() -> None:
-            self._executor.step(next(plans), (num_rows, num_rows))
+            launched = self._executor.launch(next(plans), (num_rows, num_rows))
+            self.land()
+            self._landing = launched
 
         def run_drafted() -> None:
             nonlocal rows
+            self.land()
             plan = Plan(StepKind.DECODE, rows, speculation=speculation, replays=True)
             output = self._executor.step(plan, (num_rows, num_rows))
             rows = tuple(_behind(row, done.token_ids) for row, done in zip(rows, output.rows, strict=True))
@@ -151,6 +162,7 @@ class Bench:
         """A chunk from position 0."""
 
         def run() -> None:
+            self.land()
             row = self._row(1, 0, num_tokens)
             plan = Plan(StepKind.PREFILL, (row,), (SlotStart(1, None, 0),))
             self._executor.step(plan, (num_tokens, num_tokens))
@@ -170,16 +182,18 @@ class Bench:
         return all(word[0] for word in self._groups.gather([int(is_early)]))
 
     def times(self, run: Callable[[], None]) -> list[float]:
-        """Seconds of each timed step; a step ends when its results are on the host."""
+        """Seconds of each timed step, from the results before it to its own on the host."""
         for _ in range(WARM_STEPS):
             run()
         if self._groups is not None:
             self._groups.barrier(TIMEOUT_S)
+            run()  # what was launched ahead has ended meanwhile
         seconds = []
         for _ in range(self._request.rounds):
             begun = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - begun)
+        self.land()
         return seconds
 
     def _pages(self, num_tokens: int) -> int:
@@ -252,6 +266,7 @@ def measure(request: Request) -> None:
                 say("decode", rows=num_rows, context=context, drafts=drafts, **timed(bench.times(run)))
     if request.profile:
         profile_all(request, bench, device)
+        bench.land()
     say("end", peak_bytes=peak_bytes(device))
     executor.close()
     if groups is not None:
