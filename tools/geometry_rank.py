@@ -135,8 +135,8 @@ class Bench:
     def decode(self, num_rows: int, context: int, *, drafts: bool) -> Callable[[], None]:
         """A step of so many rows behind a context.
 
-        Without drafts every step has new ids, so that each is another sample of the routers' choices; it is
-        launched before the one before it has landed, as the server does on cuda. With drafts a row goes on from what the step
+        Without drafts every step has new ids, so that each is another sample of the routers' choices; it is launched
+        before the one before it has landed, as the server does on cuda. With drafts a row goes on from what the step
         before it gave, as there: blocks may have been drafted behind that step.
         """
         plans = itertools.cycle([Plan(StepKind.DECODE, self._rows(num_rows, context), replays=True) for _ in range(8)])
