@@ -732,3 +732,26 @@ def test_when_a_rank_reads_its_results_is_its_own_matter(lab, overlapped):
     for request in requests:
         for rank in overlapped.ranks:
             assert rank.output(request.request_id) == lab.expected(request, 64)
+
+
+def test_an_error_that_shows_when_a_step_lands_ends_the_pair_with_both_plans(lab, overlapped):
+    """R38: what fails on the device shows a tick late; the records hold that step's rows and those launched over it."""
+    flows(lab, overlapped, "x")
+    rank = overlapped.ranks[0]
+    launch = rank.device.launch
+
+    def fail(plan, counts):
+        launch(plan, counts)
+
+        def land():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        return land
+
+    rank.device.launch = fail
+    overlapped.tick()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        overlapped.tick()
+    failed, over = list(rank.loop.records)[-2:]
+    assert [row.request_id for row in (*failed.rows, *over.rows)] == ["x", "x"]
+    assert over.rows[0].start == failed.rows[0].start + 1
