@@ -149,7 +149,7 @@ def _launch(
         STAGES=STAGES,
         OPERAND=operand(streams),
         PRECISION=precision(streams),
-        num_warps=8,
+        num_warps=4,
         launch_pdl=EARLY,
     )
 
