@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.row_layout import GROUP, INDEX_GROUP, scales_at
 
@@ -188,10 +188,15 @@ def load_keys(  # type: ignore[no-untyped-def]
     g = tl.arange(0, G)
     plain = c < D - R
     row = rows + places * B
-    codes = tl.load(row[:, None, None] + c[None, :, :], mask=plain[None, :, :], other=0).to(tl.int32)
+    codes = tl.load(row[:, None, None] + c[None, :, :], mask=plain[None, :, :], other=0)
     scales = tl.load(row[:, None] + SCALES + g[None, :], mask=(g * SPAN < D - R)[None, :], other=0).to(tl.int32)
-    factor = ((scales + 8) << 23).to(tl.float32, bitcast=True)
-    values = (_e4m3_value(codes) * factor[:, :, None]).to(OPERAND)
+    if IS_COMPILED:
+        factor = (scales << 23).to(tl.float32, bitcast=True)
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        factor = ((scales + 8) << 23).to(tl.float32, bitcast=True)
+        values = _e4m3_value(codes.to(tl.int32))
+    values = (values * factor[:, :, None]).to(OPERAND)
     tail = (tails + places * (B // 2) - (D - R) // 2)[:, None, None] + c[None, :, :]
     turned = ((c >= D - R) & (c < D))[None, :, :]
     values = tl.where(turned, tl.load(tail, mask=turned, other=0.0).to(OPERAND), values)
