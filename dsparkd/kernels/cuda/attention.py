@@ -128,7 +128,7 @@ def _attend_few(
     num_blocks = triton.cdiv(H, tile.heads) * tile.halves
     mixes = sums = sink  # not written where a token has one part
     if num_parts > 1:
-        mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
+        mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, tile.halves, 2, H))
     # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds,
     # and a second one any number of parts above one, whose sum takes registers from the rest.
     slots = window.sources if entries is None else entries.slots
@@ -263,7 +263,7 @@ def _fold(  # type: ignore[no-untyped-def]
     """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, columns] of a softmax."""
     keys = keys.to(OPERAND)
     logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-    if HALVES == 2:  # both programs add the same two numbers, so their shares are the same to the bit
+    if HALVES == 2:  # its own half first: the shares of two programs may differ in a last digit
         logits += tl.dot(other_q, tl.trans(other_keys.to(OPERAND)), input_precision=PRECISION)
     logits = tl.where(live[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -296,7 +296,7 @@ def _attend(  # type: ignore[no-untyped-def]
     sin,  # [n, 1, r]
     output,  # [n, H, d]
     mixes,  # [n, P, H, d] float32
-    sums,  # [n, P, 2, H] float32: maximum and denominator
+    sums,  # [n, P, HALVES, 2, H] float32: maximum and denominator
     arrivals,  # [n, blocks of heads]
     num_parts,
     H,
@@ -387,7 +387,7 @@ def _attend(  # type: ignore[no-untyped-def]
         live_parts = (count + PART - 1) // PART
         if live_parts > 1:
             first_part = t * num_parts
-            own_sums = sums + (first_part + part) * 2 * H
+            own_sums = sums + ((first_part + part) * HALVES + half) * 2 * H
             tl.store(mixes + ((first_part + part) * H + h)[:, None] * D + c[None, :], mixed, mask=real)
             tl.store(own_sums + h, top, mask=h < H)
             tl.store(own_sums + H + h, total, mask=h < H)
@@ -397,8 +397,8 @@ def _attend(  # type: ignore[no-untyped-def]
             if tl.atomic_add(arrival, 1, sem="acq_rel") == live_parts - 1:
                 tl.store(arrival, 0)
                 _add_parts(
-                    mixes + first_part * H * D, sums + first_part * 2 * H, output, cos, sin, t, h, live_parts,
-                    half * BLOCK_D, H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
+                    mixes + first_part * H * D, sums + (first_part * HALVES + half) * 2 * H, output, cos, sin, t, h,
+                    live_parts, half * BLOCK_D, HALVES * 2 * H, H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
                 )  # fmt: skip
             return
     mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D, half * BLOCK_D)
@@ -407,24 +407,24 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_parts(  # type: ignore[no-untyped-def]
-    mixes, sums, output, cos, sin, t, h, live_parts, first_column,
+    mixes, sums, output, cos, sin, t, h, live_parts, first_column, sums_apart,
     H, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of token t in their order: mixes [P, H, d], sums [P, 2, H], heads h, BLOCK_D columns."""
+    """Add the parts of token t in their order: mixes [P, H, d], sums [P, .., 2, H], heads h, BLOCK_D columns."""
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for part in range(live_parts):
-        top = tl.maximum(top, tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg"))
+        top = tl.maximum(top, tl.load(sums + part * sums_apart + h, mask=h < H, other=0.0, cache_modifier=".cg"))
     total = tl.zeros([BLOCK_H], tl.float32)
     for part in range(live_parts):
-        own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
-        own_total = tl.load(sums + part * 2 * H + H + h, mask=h < H, other=1.0, cache_modifier=".cg")
+        own_top = tl.load(sums + part * sums_apart + h, mask=h < H, other=0.0, cache_modifier=".cg")
+        own_total = tl.load(sums + part * sums_apart + H + h, mask=h < H, other=1.0, cache_modifier=".cg")
         total += own_total * tl.exp(own_top - top)
     for column in range(first_column, first_column + BLOCK_D, BLOCK_C):
         c = column + tl.arange(0, BLOCK_C)
         real = (h < H)[:, None] & (c < D)[None, :]
         mixed = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
         for part in range(live_parts):
-            own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
+            own_top = tl.load(sums + part * sums_apart + h, mask=h < H, other=0.0, cache_modifier=".cg")
             own = mixes + (part * H + h)[:, None].to(tl.int64) * D + c[None, :]
             share = tl.exp(own_top - top)[:, None]
             mixed += tl.load(own, mask=real, other=0.0, cache_modifier=".cg") * share
