@@ -247,11 +247,12 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
         BLOCK_M=tile_rows,
         BLOCK=SCAN,
         launch_pdl=EARLY,
+        sanitize_overflow=False,
     )
     return Layout(choices, tile_experts, places, is_in_place=False)
 
 
-@triton.jit(do_not_specialize=["num_choices", "first", "num_experts", "num_tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["num_choices", "first", "num_experts", "num_tiles"])  # type: ignore[untyped-decorator]
 def _lay_out_kernel(  # type: ignore[no-untyped-def]
     expert_ids,
     choices,
@@ -280,12 +281,14 @@ def _lay_out_kernel(  # type: ignore[no-untyped-def]
     own_tiles = tl.sum(tl.where(each == expert, tiles, 0))
     slot = first_tile * BLOCK_M
     end = slot + own_tiles * BLOCK_M
+    tl.device_assert(first_tile + own_tiles <= num_tiles, "experts.lay_out: choices take more tiles than there are")
+    num_slots = num_tiles * BLOCK_M
     for start in range(0, num_choices, BLOCK):
         index = start + tl.arange(0, BLOCK)
         ids = tl.load(expert_ids + index, mask=index < num_choices, other=-1)
         own = ids == first + expert
         place = slot + tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(choices + place, index, mask=own)
+        tl.store(choices + place, index, mask=own & (place < num_slots))
         tl.store(places + index, place, mask=own)
         slot += tl.sum(own.to(tl.int32))
         # The first expert's program also speaks for choices that no program of this shard serves.
@@ -293,10 +296,11 @@ def _lay_out_kernel(  # type: ignore[no-untyped-def]
             foreign = (index < num_choices) & ((ids < first) | (ids >= first + num_experts))
             tl.store(places + index, tl.full((BLOCK,), -1, tl.int32), mask=foreign)
     padding = slot + tl.arange(0, BLOCK_M)
-    tl.store(choices + padding, tl.full((BLOCK_M,), -1, tl.int32), mask=padding < end)
+    tl.store(choices + padding, tl.full((BLOCK_M,), -1, tl.int32), mask=padding < tl.minimum(end, num_slots))
     for start in range(0, own_tiles, 16):
         tile = start + tl.arange(0, 16)
-        tl.store(tile_experts + first_tile + tile, tl.full((16,), 0, tl.int32) + expert, mask=tile < own_tiles)
+        fits = (tile < own_tiles) & (first_tile + tile < num_tiles)
+        tl.store(tile_experts + first_tile + tile, tl.full((16,), 0, tl.int32) + expert, mask=fits)
     if expert == num_experts - 1:
         for start in range(first_tile + own_tiles, num_tiles, 16):
             tile = start + tl.arange(0, 16)
