@@ -110,8 +110,8 @@ class TritonExperts:
         is_turned = is_packed and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
-        # Tiles of 128 outputs of a packed weight have 64 of each half.
-        outputs = min(tiles.outputs, 64) if is_packed else tiles.outputs
+        # Tiles of 128 outputs of a packed weight have 64 of each half. Pieces are multiplied one by one.
+        outputs, inputs = (min(tiles.outputs, 64), 128) if is_packed else (tiles.outputs, tiles.inputs)
         _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, outputs),)](
             x,
             *self._w13,
@@ -132,13 +132,13 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=width % outputs == 0 and x.shape[1] % tiles.inputs == 0,
+            EVEN=width % outputs == 0 and x.shape[1] % inputs == 0,
             HELD=tiles.held,
-            GROUP=GROUP_TILES,
+            GROUP=1 if layout.is_in_place else GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=outputs,
             JOINED=tiles.outputs > outputs,
-            BLOCK_K=tiles.inputs,
+            BLOCK_K=inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -147,6 +147,7 @@ class TritonExperts:
 
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
         width = outputs.shape[1]
+        inputs = tiles.inputs if self._format is Format.DENSE else 128  # of a packed weight a step may have two pieces
         _down_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
             hidden,
             *self._w2,
@@ -163,12 +164,13 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
-            EVEN=width % tiles.outputs == 0 and hidden.shape[1] % tiles.inputs == 0,
+            EVEN=width % tiles.outputs == 0 and hidden.shape[1] % inputs == 0,
             HELD=tiles.held,
-            GROUP=GROUP_TILES,
+            STEPS=tiles.inputs // inputs if hidden.shape[1] % tiles.inputs == 0 else 1,
+            GROUP=1 if layout.is_in_place else GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.outputs,
-            BLOCK_K=tiles.inputs,
+            BLOCK_K=inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -188,10 +190,9 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
             Tiles(128, 128, 64, 8, 3),
         )
     return (
-        Tiles(16, 64, 128, 4, 4, held=True),
-        Tiles(32, 64, 128, 4, 4, held=True),
+        Tiles(16, 64, 128, 4, 3, held=True),
+        Tiles(32, 64, 128, 4, 3, held=True),
         Tiles(64, 128, 128, 8, 4, held=True),
-        Tiles(256, 128, 128, 8, 3),
     )
 
 
@@ -208,8 +209,8 @@ class Layout:
     tile_experts int32: each row tile's expert of the shard, -1 past the last. places [R, k] int32: slots, -1 for a
     choice that another shard serves. Slots behind the last tile hold nothing.
 
-    is_in_place: all three are the chosen experts' ids, slots are the choices, and every choice has a tile, of which
-    the first of each expert computes all of its choices.
+    is_in_place: all three are the chosen experts' ids, slots are the choices, and there are as many tiles, of which
+    the first ones compute an expert of the shard each, for all choices.
     """
 
     choices: Tensor
@@ -321,17 +322,20 @@ def _own_tile(num_tiles, num_blocks, GROUP: tl.constexpr):  # type: ignore[no-un
 def _slots(  # type: ignore[no-untyped-def]
     choices, tile_experts, tile, num_tiles, first, num_experts, IN_PLACE: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """A tile's expert, -1 without one, its slots [BLOCK_M] and their choices [BLOCK_M], -1 for padding."""
+    """A tile's expert, -1 without one, its slots [BLOCK_M] and their choices [BLOCK_M], -1 for padding.
+
+    tile_experts is not read of choices in place, which are the experts' ids themselves.
+    """
     if IN_PLACE:
         slots = tl.arange(0, BLOCK_M)
         ids = tl.load(choices + slots, mask=slots < num_tiles, other=-1)
-        expert = tl.load(tile_experts + tile)
-        own = (ids == expert) & (slots < num_tiles)
-        # The expert's first choice speaks for all.
-        is_first = tl.sum((own & (slots < tile)).to(tl.int32)) == 0
-        expert -= first
-        served = is_first & (expert >= 0) & (expert < num_experts)
-        return tl.where(served, expert, -1), slots, tl.where(own, slots, -1)
+        others = tl.load(choices + slots, mask=slots < num_tiles, other=-1)
+        # An expert's first choice speaks for all, and the experts' tiles come first: they lie on as many processors.
+        is_again = tl.sum(((ids[:, None] == others[None, :]) & (slots[None, :] < slots[:, None])).to(tl.int32), 1) > 0
+        speaks = (ids >= first) & (ids < first + num_experts) & ~is_again
+        is_own = speaks & (tl.cumsum(speaks.to(tl.int32), 0) == tile + 1)
+        expert = tl.sum(tl.where(is_own, ids - first + 1, 0)) - 1
+        return expert, slots, tl.where(ids == first + expert, slots, -1)
     else:
         slots = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         return tl.load(tile_experts + tile), slots, tl.load(choices + slots)
@@ -439,6 +443,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
     HELD: tl.constexpr,
+    STEPS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -457,18 +462,29 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     section, start = expert.to(tl.int64), block * BLOCK_N
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     starts = hidden + slots * EXPERT_WIDTH
-    LAST: tl.constexpr = (EXPERT_WIDTH - 1) // BLOCK_K * BLOCK_K
+    LAST: tl.constexpr = (EXPERT_WIDTH - 1) // (BLOCK_K * STEPS) * (BLOCK_K * STEPS)
     held = input_tile(starts, real, 0, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
-    for k in range(0, EXPERT_WIDTH, BLOCK_K):
+    more = input_tile(starts, real, BLOCK_K * (STEPS - 1), EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
+    for k in range(0, EXPERT_WIDTH, BLOCK_K * STEPS):
+        after = tl.minimum(k + BLOCK_K * STEPS, LAST)
         if HELD:
             part = tl.trans(held).to(OPERAND)
-            held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
+            held = input_tile(starts, real, after, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
         else:
             part = tl.trans(input_tile(starts, real, k, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)).to(OPERAND)
+        if STEPS == 2:  # both begin together
+            second = tl.trans(more).to(OPERAND)
+            more = input_tile(starts, real, after + BLOCK_K, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
         weight_part = weight_tile(
             values, scales, section, start, k, WIDTH, EXPERT_WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
         )
         total = tl.dot(weight_part, part, total, input_precision=PRECISION)
+        if STEPS == 2:
+            next_k = k + BLOCK_K
+            weight_part = weight_tile(
+                values, scales, section, start, next_k, WIDTH, EXPERT_WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
+            )
+            total = tl.dot(weight_part, second, total, input_precision=PRECISION)
     places = outputs + slots[:, None] * WIDTH + column[None, :]
     tl.store(places, tl.trans(total).to(outputs.dtype.element_ty), mask=real[:, None] & column_ok[None, :])
 

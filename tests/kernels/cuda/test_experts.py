@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
+from dsparkd.kernels.cuda.tile import Tiles
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
 from tools.gates.kernels import poisoned_memory
@@ -100,18 +101,10 @@ def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
 def test_tile_shapes_give_the_same_bits(device: torch.device, form: Format) -> None:
     """Few rows are turned in the product, many before it; activations lie turned where their width allows."""
-    shard, rows = make_shard(form, device, 128, 128), make_rows(20, 3, device, 128)
-    made = [TritonExperts(shard, lambda *_, own=tiles: own)(*rows) for tiles in tiles_of(form, torch.bfloat16)]  # type: ignore[misc]
+    shard, rows = make_shard(form, device, 128, 256), make_rows(20, 3, device, 128)
+    shapes = (*tiles_of(form, torch.bfloat16), Tiles(16, 64, 256, 4, 3, held=True), Tiles(64, 64, 128, 4, 3))
+    made = [TritonExperts(shard, lambda *_, own=tiles: own)(*rows) for tiles in shapes]  # type: ignore[misc]
     assert all(torch.equal(one, made[0]) for one in made[1:])
-
-
-def test_rows_without_a_choice_on_the_shard_get_zeros(device: torch.device) -> None:
-    """Also when no row has one, and when there are no rows."""
-    kernel = TritonExperts(make_shard(Format.FP4, device))
-    ids = torch.tensor([[0, 1], [8, 10]], dtype=torch.int32, device=device)
-    x = torch.ones((2, 96), dtype=torch.bfloat16, device=device)
-    assert not kernel(x, ids, torch.ones((2, 2), device=device)).any()
-    assert kernel(x[:0], ids[:0], torch.ones((0, 2), device=device)).shape == (0, 96)
 
 
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
