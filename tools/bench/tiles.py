@@ -36,12 +36,12 @@ COMPILERS = 12
 # (rows, outputs, inputs, warps, stages, registers, held)
 FEW = (
     Tiles(16, 64, 128, 4, 3),
-    Tiles(16, 64, 128, 4, 4),
     Tiles(16, 64, 128, 4, 3, held=True),
     Tiles(16, 64, 128, 4, 4, held=True),
     Tiles(16, 64, 256, 4, 3, held=True),
-    Tiles(16, 64, 256, 4, 4, held=True),
+    Tiles(16, 128, 128, 8, 4),
     Tiles(16, 128, 128, 8, 4, held=True),
+    Tiles(16, 128, 256, 8, 4, held=True),
 )
 MIDDLE = (
     Tiles(32, 64, 128, 4, 3, held=True),
