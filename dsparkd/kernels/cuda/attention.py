@@ -341,42 +341,36 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.full([BLOCK_H], 1.0, tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     hidden = tl.load(first + t).to(tl.int32)
-    begin = hidden // BLOCK_K * BLOCK_K
+    own_slots = slots + t * E
+    if by_rows:
+        own_slots = slots + tl.load(rows + t) * E
+    window_tiles = tl.cdiv(W, BLOCK_K) - hidden // BLOCK_K
     if MANY_PARTS:  # noqa: SIM102 - this one is decided when the kernel is compiled
         if part > 0:
             top = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
-            begin = W
+            window_tiles = 0
 
-    for start in range(begin, W, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        live = (k >= hidden) & (k < W)
+    # One loop over the window's tiles and the entries': with two, the loads of the second would begin behind the first.
+    for tile in range(window_tiles + tl.cdiv(tl.maximum(end - part * PART, 0), BLOCK_K)):
+        in_window = tile < window_tiles
+        begin = tl.where(in_window, hidden // BLOCK_K + tile, part * (PART // BLOCK_K) + tile - window_tiles)
+        least, most = tl.where(in_window, hidden, 0), tl.where(in_window, W, count)
+        k = begin * BLOCK_K + tl.arange(0, BLOCK_K)
+        live = (k >= least) & (k < most)
         # In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
-        source = tl.load(sources + t * W + tl.minimum(tl.maximum(k, hidden), W - 1))
+        places = tl.where(in_window, sources + t * W, own_slots)
+        place = tl.load(places + tl.minimum(tl.maximum(k, least), most - 1))
+        number = place ^ (place >> 63)  # -1 - place of one that is not kept yet, but the step's own
+        kept = tl.where(in_window, ring, entries)
         if B > 0:
-            old = source >= 0
-            keys = load_keys(ring, ring_tails, tl.where(old, source, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
-            row = chunk + tl.where(old, 0, -1 - source) * D
-            fresh = (source < 0)[:, None] & (c < D)[None, :]
+            tails = tl.where(in_window, ring_tails, entry_tails)
+            keys = load_keys(kept, tails, tl.maximum(place, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
+            row = chunk + number * D
+            fresh = (place < 0)[:, None] & (c < D)[None, :]
             keys = tl.where(fresh, tl.load(row[:, None] + c[None, :], mask=fresh, other=0.0).to(OPERAND), keys)
         else:
-            row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
-            keys = _columns(row, c, D, HALVES)
-        other_keys = keys
-        if HALVES == 2:
-            other_keys = _columns(row, other_c, D, HALVES)
-        top, total, mixed = _fold(q, keys, other_q, other_keys, live, top, total, mixed, HALVES, OPERAND, PRECISION)
-    own_slots = slots + t * E
-    if by_rows:
-        own_slots = slots + tl.load(rows + t) * E
-    for start in range(part * PART, end, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        live = k < count
-        slot = tl.load(own_slots + tl.minimum(k, count - 1))
-        if B > 0:
-            keys = load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
-        else:
-            row = entries + slot * D
+            row = tl.where(place >= 0, kept, chunk) + number * D
             keys = _columns(row, c, D, HALVES)
         other_keys = keys
         if HALVES == 2:
