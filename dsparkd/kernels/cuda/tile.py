@@ -10,7 +10,8 @@ weight is taken over, for the fewest of them. A word becomes words of two bfloat
 four codes' bits (FP4) or two's (FP8), by letters of the pairs, s sign, e exponent, m mantissa, from bit 15 on:
 
     FP4: As Ds Cs Bs  De De Dm Ae  Ae Am Be Be  Bm Ce Ce Cm    A in place; B is shifted left by 3; C left by 6, its
-                                                               sign by 2; D right by 3, its sign left by 1
+                                                               sign by 2: as one multiplication by 68; D
+                                                               right by 3, its sign left by 1
     FP8: As Bs Be Be  Be Ae Ae Ae  Ae Am Am Am  Be Bm Bm Bm    A in place; B in three pieces
 
 The matrix unit gives each thread t of four the columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every sixteen. Tiles of packed
@@ -254,17 +255,16 @@ def _fp4_tile(words, scale, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr):  # ty
     if tl.bfloat16 == OPERAND:
         first, second, third, fourth = tl.inline_asm_elementwise(
             """{
-            .reg .b32 b, c, cs, d, ds;
+            .reg .b32 b, c, d, ds;
             shl.b32 b, $4, 3;
-            shl.b32 c, $4, 6;
-            shl.b32 cs, $4, 2;
+            and.b32 c, $4, 0x20072007;
+            mul.lo.u32 c, c, 68;
             shr.u32 d, $4, 3;
             shl.b32 ds, $4, 1;
             and.b32 $0, $4, 0x81C081C0;
             and.b32 $1, b, 0x81C081C0;
-            and.b32 $2, c, 0x01C001C0;
+            and.b32 $2, c, 0x81C081C0;
             and.b32 $3, d, 0x01C001C0;
-            lop3.b32 $2, cs, 0x80008000, $2, 0xEA;
             lop3.b32 $3, ds, 0x80008000, $3, 0xEA;
             mul.rn.bf16x2 $0, $0, $5;
             mul.rn.bf16x2 $1, $1, $5;
