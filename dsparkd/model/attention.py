@@ -134,12 +134,13 @@ def _grouped_linear(source: WeightSource, name: str, groups: int) -> Callable[[T
 class Attention:
     """One layer's attention; kind_index counts the layers of its kind, and addresses the pool.
 
-    beside: runs the compressor beside the projections.
+    beside: runs the compressor beside the projections, and the store of the window beside the output.
     """
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, beside: Beside = in_line) -> None:
         name = f"layers.{layer}.attn"
         self._beside = beside
+        self._rotary_width = config.qk_rope_head_dim
         self.ratio = config.compress_ratios[layer]
         self._layer = layer
         self._kind_index = config.compress_ratios[:layer].count(self.ratio)
@@ -167,7 +168,12 @@ class Attention:
         if compressed is not None:
             entries = self._entries(x, projected.residual, inputs, rotations, pool)
             compressed()  # entries come before any query gathers them
-        return self._projections.output(self._attend(projected, entries, inputs, rotations.inverse, pool))
+        mixed = self._attend(projected, entries, inputs, rotations.inverse, pool)
+        # Only now: storing the chunk overwrites rows that its first tokens still needed.
+        stored = self._beside(lambda: self._store(projected.keys, inputs, pool))
+        output = self._projections.output(mixed)
+        stored()
+        return output
 
     def _compress(self, x: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool) -> Tensor:
         """Store the chunk's rows and the entries that it closes; returns the rows."""
@@ -213,9 +219,8 @@ class Attention:
         """The chunk's queries over window and entries -> [T, H, d] in their dtype, padding zero."""
         queries, keys, attend = projected.queries, projected.keys, self._projections.kernel.attend
         ring = pool.window[self._layer]
-        rotary_width = inverse.cos.shape[-1]
         if packed.is_packed(ring):  # read in this step as in any later one
-            packed.round_(keys, rotary_width)
+            packed.round_(keys, self._rotary_width)
         output = torch.empty_like(queries)
         output[inputs.num_tokens :] = 0
         for b, block in enumerate(inputs.attention.blocks):
@@ -223,13 +228,16 @@ class Attention:
             window = WindowKeys(ring, keys, block.sources, block.first, block.all_visible)
             chosen = self._choose(entries, b, part) if entries is not None else None
             attend(queries[part], window, chosen, self._projections.sink, inverse.rows(part), output[part])
-        # Only now: storing the chunk overwrites rows that its first tokens still needed.
-        store = inputs.attention.window_store
+        return output
+
+    def _store(self, keys: Tensor, inputs: ForwardInputs, pool: KVPool) -> Tensor:
+        """Keep the chunk's keys [T, d] in the window's ring; returns them."""
+        ring, store = pool.window[self._layer], inputs.attention.window_store
         if packed.is_packed(ring):
-            packed.store(ring, store.dst, keys, store.src, rotary_width)
+            packed.store(ring, store.dst, keys, store.src, self._rotary_width)
         else:
             kept.store(ring, store.dst, keys, store.src)
-        return output
+        return keys
 
     def _choose(self, entries: _Entries, b: int, part: slice) -> EntryKeys | None:
         """Compressed keys of one block: all that a token sees, or the indexer's choice. None when no token sees one."""
