@@ -43,9 +43,11 @@ class KVGeometry:
             raise ConfigError("kv.page_tokens", self.page_tokens, f"use a multiple of {HCA_RATIO}")
         index, step = self.index_head_dim, row_layout.INDEX_GROUP
         if self.is_packed and self.num_csa_layers and (index < step or index & (index - 1)):
-            raise ConfigError("engine.kv_dtype", "fp8", f'an indexer width of {index} needs "model"; packed are powers')
+            reason = f"index_head_dim {index} of the checkpoint is no power of two from {step} on"
+            raise ConfigError("engine.kv_dtype", "fp8", f'{reason}; use "model"')
         if self.is_packed and (self.head_dim - self.rotary_dim) % 2:
-            raise ConfigError("engine.kv_dtype", "fp8", f'{self.head_dim} - {self.rotary_dim} columns need "model"')
+            reason = f"head_dim {self.head_dim} less qk_rope_head_dim {self.rotary_dim} of the checkpoint is odd"
+            raise ConfigError("engine.kv_dtype", "fp8", f'{reason}; use "model"')
 
     @property
     def window_ring_rows(self) -> int:

@@ -59,7 +59,7 @@ def test_a_drafter_s_keys_stay_as_they_are() -> None:
 @pytest.mark.parametrize(("index_width", "rotary"), [(16, 64), (96, 64), (128, 63)])
 def test_widths_that_cannot_be_packed_are_refused(index_width: int, rotary: int) -> None:
     """The turn needs a power of two, a scale 32 columns, and the rotary columns an even byte to begin at."""
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype"):
+    with pytest.raises(ConfigError, match=r'engine\.kv_dtype.*of the checkpoint is .*; use "model"'):
         dataclasses.replace(flash(), index_head_dim=index_width, rotary_dim=rotary, is_packed=True)
     dataclasses.replace(flash(), index_head_dim=index_width, rotary_dim=rotary)
 
