@@ -55,10 +55,11 @@ MIDDLE = (
 )
 LARGE = (
     Tiles(64, 128, 128, 8, 4, held=True),
+    Tiles(64, 256, 128, 16, 3, held=True),
+    Tiles(128, 256, 128, 16, 3),
+    Tiles(64, 256, 128, 8, 3),
     Tiles(64, 128, 256, 8, 3, held=True),
-    Tiles(64, 64, 128, 4, 3, held=True),
     Tiles(128, 128, 128, 8, 3, held=True),
-    Tiles(128, 128, 128, 8, 3),
     Tiles(256, 128, 128, 8, 3),
 )
 MANY = (

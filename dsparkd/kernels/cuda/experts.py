@@ -110,8 +110,10 @@ class TritonExperts:
         is_turned = is_packed and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
-        # Tiles of 128 outputs of a packed weight have 64 of each half. Pieces are multiplied one by one.
-        outputs, inputs = (min(tiles.outputs, 64), 128) if is_packed else (tiles.outputs, tiles.inputs)
+        # Tiles of 128 outputs or more of a packed weight have as many of each half. Pieces are multiplied one by one.
+        is_joined = is_packed and tiles.outputs > 64
+        outputs = tiles.outputs // 2 if is_joined else tiles.outputs
+        inputs = 128 if is_packed else tiles.inputs
         _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, outputs),)](
             x,
             *self._w13,
@@ -137,7 +139,7 @@ class TritonExperts:
             GROUP=1 if layout.is_in_place else GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=outputs,
-            JOINED=tiles.outputs > outputs,
+            JOINED=is_joined,
             BLOCK_K=inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -148,7 +150,8 @@ class TritonExperts:
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
         width = outputs.shape[1]
         inputs = tiles.inputs if self._format is Format.DENSE else 128  # of a packed weight a step may have two pieces
-        _down_kernel[(len(layout.tile_experts) * triton.cdiv(width, tiles.outputs),)](
+        block = tiles.outputs if width % tiles.outputs == 0 else min(tiles.outputs, 128)
+        _down_kernel[(len(layout.tile_experts) * triton.cdiv(width, block),)](
             hidden,
             *self._w2,
             layout.choices,
@@ -164,12 +167,12 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
-            EVEN=width % tiles.outputs == 0 and hidden.shape[1] % inputs == 0,
+            EVEN=width % block == 0 and hidden.shape[1] % inputs == 0,
             HELD=tiles.held,
             STEPS=tiles.inputs // inputs if hidden.shape[1] % tiles.inputs == 0 else 1,
             GROUP=1 if layout.is_in_place else GROUP_TILES,
             BLOCK_M=tiles.rows,
-            BLOCK_N=tiles.outputs,
+            BLOCK_N=block,
             BLOCK_K=inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -400,7 +403,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         if JOINED:
             blocks = blocks_of(EXPERT_WIDTH)
             weight_part = packed_tile(
-                values, scales, section * blocks + block, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N
+                values, scales, section * blocks + start // 64, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N
             )
             both = tl.dot(weight_part, part, both, input_precision=PRECISION)
         else:

@@ -84,8 +84,8 @@ def weight_tile(  # type: ignore[no-untyped-def]
     """Columns k .. k + BLOCK_K of rows start .. start + BLOCK_N of a section of `height` rows, zeros past the end ->
     [BLOCK_N, BLOCK_K] OPERAND.
 
-    values, scales: of in_pieces; section: int64. EVEN: nothing lies past an end. Of packed weights BLOCK_N is 64 or
-    128, BLOCK_K is 128, and start and k are multiples of them.
+    values, scales: of in_pieces; section: int64. EVEN: nothing lies past an end. Of packed weights BLOCK_N is 64, 128
+    or, of a height of whole tiles, 256, BLOCK_K is 128, and start and k are multiples of them.
     """
     if FORMAT == 0:
         row = start + tl.arange(0, BLOCK_N)
@@ -97,7 +97,7 @@ def weight_tile(  # type: ignore[no-untyped-def]
     else:
         tl.static_assert(BLOCK_K == 128)
         block = section * blocks_of(height) + start // 64
-        return packed_tile(values, scales, block, 1, k, width, FORMAT, OPERAND, BLOCK_N)
+        return packed_tile(values, scales, block, 2 if BLOCK_N == 256 else 1, k, width, FORMAT, OPERAND, BLOCK_N)
 
 
 @triton.jit
@@ -110,11 +110,12 @@ def blocks_of(height):  # type: ignore[no-untyped-def]
 def packed_tile(  # type: ignore[no-untyped-def]
     values, scales, block, distance, k, width, FORMAT: tl.constexpr, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Columns k .. k + 128 of a block of 64 rows, and of BLOCK_N = 128 of the one so many blocks further, too."""
+    """Columns k .. k + 128 of a block of 64 rows, of BLOCK_N = 128 of the one so many blocks further, too, and of 256
+    of both's next ones."""
     steps = (width + 127) // 128
     pairs = (steps + 1) // 2
-    words = _words_of(values, block * steps + k // 128, distance * steps, FORMAT, BLOCK_N)
-    scale = _scales_of(scales, block * pairs + k // 256, distance * pairs, k // 128 % 2, FORMAT, BLOCK_N)
+    words = _words_of(values, block * steps + k // 128, steps, distance * steps, FORMAT, BLOCK_N)
+    scale = _scales_of(scales, block * pairs + k // 256, pairs, distance * pairs, k // 128 % 2, FORMAT, BLOCK_N)
     if FORMAT == 1:
         return _fp8_tile(words, scale, OPERAND, BLOCK_N)
     else:
@@ -122,11 +123,19 @@ def packed_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _words_of(values, piece, distance, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of a tile's pieces, of which the second is so much further: [BLOCK_N, words of 128 columns] int32."""
+def _words_of(  # type: ignore[no-untyped-def]
+    values, piece, next_, distance, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Codes of a tile's pieces: [BLOCK_N, words of 128 columns] int32."""
     SIZE: tl.constexpr = 2048 if FORMAT == 1 else 1024
     index = tl.arange(0, BLOCK_N * 8)  # of 16 bytes a thread: a half, and a quarter of it
-    places = values + piece * SIZE + (index // 512 * (distance * SIZE) + index % 512 if BLOCK_N > 64 else index)
+    if BLOCK_N == 64:
+        far = index
+    elif BLOCK_N == 128:
+        far = index // 512 * (distance * SIZE) + index % 512
+    else:
+        far = index // 1024 * (distance * SIZE) + index // 512 % 2 * (next_ * SIZE) + index % 512
+    places = values + piece * SIZE + far
     if FORMAT == 1:
         first = tl.join(tl.load(places), tl.load(places + 1024))
         words = tl.join(first, tl.join(tl.load(places + 512), tl.load(places + 1536)))  # [.., half, quarter]
@@ -140,7 +149,7 @@ def _words_of(values, piece, distance, FORMAT: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales_of(  # type: ignore[no-untyped-def]
-    scales, pair, distance, second, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
+    scales, pair, next_, distance, second, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Codes of their scales of every 32 columns [BLOCK_N, 4] int32; second: 1 for the second piece of a pair, else 0.
 
@@ -148,7 +157,11 @@ def _scales_of(  # type: ignore[no-untyped-def]
     """
     SIZE: tl.constexpr = 32 if FORMAT == 1 else 128
     lane = tl.arange(0, BLOCK_N * 2)
-    own = lane % 128 // (128 // SIZE) + (lane // 128 * (distance * SIZE) if BLOCK_N > 64 else 0)
+    own = lane % 128 // (128 // SIZE)
+    if BLOCK_N == 128:
+        own += lane // 128 * (distance * SIZE)
+    elif BLOCK_N == 256:
+        own += lane // 256 * (distance * SIZE) + lane // 128 % 2 * (next_ * SIZE)
     both = tl.load(scales + pair * SIZE + own) >> (16 * second)
     halves = tl.reshape(tl.join(both & 255, (both >> 8) & 255), (BLOCK_N // 64, 4, 8, 4, 2))
     return tl.reshape(tl.permute(halves, (0, 1, 4, 2, 3)), (BLOCK_N, 4))
