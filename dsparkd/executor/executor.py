@@ -44,7 +44,7 @@ Landing = Callable[[], StepOutput]  # waits for a launched step
 
 
 class Executor:
-    """Owned by the tick thread. Both ranks call `step` for the same ticks, or neither does.
+    """Owned by the tick thread. Both ranks call `launch` for the same ticks, or neither does.
 
     model_config: the checkpoint's. weight_bytes: what its parameters take on this rank.
     sizes: how many pages, slots and snapshots there are, the null ones included.

@@ -18,7 +18,6 @@ from dsparkd.kernels.weight import decode_e8m0, decode_fp4
 LEAST_FP8 = 1e-4  # magnitude below which a group's scale shrinks no further
 LEAST_FP4 = 6 * 2.0**-126
 FP8_MAX = 448.0
-FP4_MAX = 6.0
 # A scale is the least power of two by which the largest magnitude fits: 448 is 1.75 * 2 ** 8, and 6 is 1.5 * 2 ** 2.
 FP8_STEP = (8, 0x600000)
 FP4_STEP = (2, 0x400000)
