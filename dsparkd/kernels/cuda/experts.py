@@ -203,7 +203,7 @@ def choose_tiles(num_choices: int, num_experts: int, form: Format, dtype: torch.
     """Pick one of them for a number of choices over both shards: few rows a tile where experts get few."""
     shapes = tiles_of(form, dtype)
     load = num_choices // (2 * num_experts)
-    return shapes[min(sum(load > limit for limit in (8, 24, 128)), len(shapes) - 1)]
+    return shapes[min(sum(load > limit for limit in (12, 24, 128)), len(shapes) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
