@@ -23,7 +23,7 @@ from dsparkd.kernels.tiles import KEY_TILE
 SCORE_BYTES = 256 << 20  # of scores that may lie in memory at once
 SPAN = 512  # entries that one program scores
 MANY_SCORES = 16384  # of a token
-SELECT_BLOCKS = {True: (4096, 16), False: (1024, 8)}  # scores that one program reads at a time, and its warps: if many
+SELECT_BLOCKS = {True: (4096, 8), False: (1024, 8)}  # scores that one program reads at a time, and its warps: if many
 
 
 class TritonIndexer:

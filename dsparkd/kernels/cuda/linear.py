@@ -34,8 +34,9 @@ SPLIT_OUTPUTS = 64  # outputs of one program, as the number of splits is reckone
 SPLIT_INPUTS = 512  # the least inputs of a split
 SPLIT_PROGRAMS = 256  # more programs than these are not made by splits of the inputs of one row tile
 LARGE_PROGRAMS = 96  # with fewer of the largest tiles, smaller ones are faster
-SPREAD_PROGRAMS = 128  # with fewer programs, each split gets one of its own
-TURNED_ROWS = 1024  # of so many it pays to turn the inputs once, in a launch before the product
+SPREAD_PROGRAMS = 128  # with so many programs of one row tile, or fewer of more, each split gets one of its own
+NARROW_OUTPUTS = 512  # so few make more programs of 32 rows than of 64
+TURNED_ROWS = 64  # of a tile
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 
@@ -74,11 +75,9 @@ class TritonLinear:
         for tiles in tiles_of(self._format, dtype):
             for spread in {False, self._is_spread(1, tiles)}:
                 self._product(x, tiles, spread)
-        self._product(x, tiles, False, turned=True)
 
-    def _product(self, x: Tensor, tiles: Tiles, spread: bool | None = None, turned: bool | None = None) -> Tensor:
-        """spread: a program for each split; None for where there are few programs. turned: packed weights' inputs are
-        turned before; None for where there are many rows."""
+    def _product(self, x: Tensor, tiles: Tiles, spread: bool | None = None) -> Tensor:
+        """spread: a program for each split; None for where there are few programs."""
         M, (O, I) = x.shape[0], self._shape  # noqa: E741
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         if not M:
@@ -87,9 +86,8 @@ class TritonLinear:
             spread = self._is_spread(M, tiles)
         programs = self._count_programs(M, tiles)
         is_packed = self._format is not Format.DENSE
-        if turned is None:
-            turned = M >= TURNED_ROWS
-        turned = turned and is_packed and I % FP8_GROUP == 0
+        # Held inputs are turned in registers, others before the product, where their rows are many.
+        turned = is_packed and not tiles.held and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
         if turned:
             x = turn(x)
         parts = out  # not touched where a program has all splits
@@ -127,7 +125,10 @@ class TritonLinear:
 
     def _is_spread(self, num_rows: int, tiles: Tiles) -> bool:
         """Whether so few programs would be made that each split gets one; where one row is not spread, none are."""
-        return self._splits > 1 and self._count_programs(num_rows, tiles) < SPREAD_PROGRAMS
+        programs = self._count_programs(num_rows, tiles)
+        return (
+            self._splits > 1 and programs <= SPREAD_PROGRAMS and (num_rows <= tiles.rows or programs < SPREAD_PROGRAMS)
+        )
 
     def _count_programs(self, num_rows: int, tiles: Tiles) -> int:
         """Tiles of the outputs, which all read the same inputs."""
@@ -138,7 +139,7 @@ class TritonLinear:
 def splits_of(outputs: int, inputs: int) -> int:
     """Into how many splits the inputs of a weight are cut: a power of two, of equal ones."""
     blocks, splits = triton.cdiv(outputs, SPLIT_OUTPUTS), 1
-    if blocks < SPREAD_PROGRAMS:
+    if blocks <= SPREAD_PROGRAMS:
         while 2 * splits * blocks <= SPLIT_PROGRAMS and inputs % (2 * splits * SPLIT_INPUTS) == 0:
             splits *= 2
     return splits
@@ -148,12 +149,18 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     """List the tile shapes of a format and dtype, the fewest rows first."""
     if dtype == torch.float32:
         return (Tiles(16, 32, 32, 4, 2),)
-    held = form is not Format.DENSE  # dense weights come straight from shared memory, and wait for nothing
+    if form is Format.DENSE:
+        return (
+            Tiles(16, 64, 128, 4, 4),
+            Tiles(32, 64, 128, 4, 4),
+            Tiles(64, 64, 128, 4, 3),
+            Tiles(128, 128, 128, 8, 3),
+        )
     return (
-        Tiles(16, 64, 128, 4, 4, held=held),
-        Tiles(32, 64, 128, 4, 4, held=held),
-        Tiles(64, 64, 128, 4, 3, held=held),
-        Tiles(128, 128, 128, 8, 3, held=held),
+        Tiles(16, 64, 128, 4, 3, held=True),
+        Tiles(32, 64, 128, 4, 4, held=True),
+        Tiles(64, 128, 128, 8, 3, held=True),
+        Tiles(128, 128, 128, 8, 3),
     )
 
 
@@ -163,7 +170,9 @@ def choose_tiles(num_rows: int, outputs: int, form: Format, dtype: torch.dtype) 
     large = shapes[-1]
     if triton.cdiv(num_rows, large.rows) * triton.cdiv(outputs, large.outputs) >= LARGE_PROGRAMS and num_rows > 192:
         return large
-    return shapes[min(sum(num_rows > limit for limit in (16, 32)), len(shapes) - 1)]
+    is_narrow = form is Format.DENSE and outputs <= NARROW_OUTPUTS
+    limits = (16, 64) if is_narrow and num_rows <= 64 else (16, 32)
+    return shapes[min(sum(num_rows > limit for limit in limits), len(shapes) - 1)]
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles, splits_of, tiles_of
+from dsparkd.kernels.cuda.linear import TURNED_ROWS, TritonLinear, choose_tiles, splits_of, tiles_of
 from dsparkd.kernels.weight import Format, Weight, decode, dense, stacked
 from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
@@ -37,13 +37,13 @@ def test_packed_weights_have_the_values_of_dense_ones(device: torch.device, form
 
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
 def test_inputs_turned_before_and_in_the_product_give_the_same_bits(device: torch.device, form: Format) -> None:
-    """The number of rows decides which of both it is."""
-    weight, x = random_weight(form, 64, 256, 3, device), noise(device, 70, 256)
+    """The tiles that rows ask for decide which of both it is."""
+    weight, x = random_weight(form, 64, 256, 3, device), noise(device, 140, 256)
+    assert [tiles.held or tiles.rows < TURNED_ROWS for tiles in tiles_of(form, x.dtype)] == [True, True, True, False]
     kernel = TritonLinear(weight, wide=True)
+    whole = kernel._product(x, tiles_of(form, x.dtype)[-1])
     for tiles in tiles_of(form, x.dtype):
-        before, within = (kernel._product(x, tiles, turned=turned) for turned in (True, False))
-        assert torch.equal(before, within)
-    assert torch.equal(kernel(x)[:16], kernel(x[:16]))
+        assert torch.equal(kernel._product(x[:70], tiles), whole[:70])
 
 
 def test_a_wide_product_is_not_rounded(device: torch.device) -> None:
@@ -108,8 +108,8 @@ def cut(columns: torch.Tensor, split: int, splits: int) -> torch.Tensor:
 
 def test_how_a_weight_is_split_follows_from_its_shape() -> None:
     """The geometry's weights of few outputs make some hundred programs a row tile; wide and odd ones stay whole."""
-    assert [splits_of(outputs, 4096) for outputs in (64, 256, 1024, 1536, 2560, 4096)] == [8, 8, 8, 8, 4, 4]
-    assert [splits_of(8192, 4096), splits_of(32768, 1024), splits_of(129280, 4096), splits_of(64, 1000)] == [1] * 4
+    assert [splits_of(outputs, 4096) for outputs in (64, 256, 1024, 1536, 2560, 4096, 8192)] == [8, 8, 8, 8, 4, 4, 2]
+    assert [splits_of(8256, 4096), splits_of(32768, 1024), splits_of(129280, 4096), splits_of(64, 1000)] == [1] * 4
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
