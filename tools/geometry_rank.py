@@ -132,6 +132,11 @@ class Bench:
         if landing is not None:
             landing()
 
+    def meet(self) -> None:
+        """Wait for the peer, so that no step of what follows does."""
+        if self._groups is not None:
+            self._groups.barrier(TIMEOUT_S)
+
     def decode(self, num_rows: int, context: int, *, drafts: bool) -> Callable[[], None]:
         """A step of so many rows behind a context.
 
@@ -185,8 +190,8 @@ class Bench:
         """Seconds of each timed step, from the results before it to its own on the host."""
         for _ in range(WARM_STEPS):
             run()
+        self.meet()
         if self._groups is not None:
-            self._groups.barrier(TIMEOUT_S)
             run()  # what was launched ahead has ended meanwhile
         seconds = []
         for _ in range(self._request.rounds):
@@ -356,17 +361,18 @@ def profile_all(request: Request, bench: Bench, device: torch.device) -> None:
     for name, run in kinds:
         if bench.is_time():
             wall_s = statistics.median(bench.times(run))
-            say("profile", step=name, wall_ms=round(wall_s * 1e3, 3), **profiled(run, device))
+            say("profile", step=name, wall_ms=round(wall_s * 1e3, 3), **profiled(run, device, bench.meet))
 
 
-def profiled(run: Callable[[], None], device: torch.device) -> dict[str, object]:
+def profiled(run: Callable[[], None], device: torch.device, meet: Callable[[], None]) -> dict[str, object]:
     """Run a step a few times under the profiler: milliseconds a step by part and by kernel, and while any kernel ran.
 
-    On the cpu operators take the place of kernels.
+    On the cpu operators take the place of kernels. meet: waits for the peer, whose profiler may take longer to begin.
     """
     is_cuda = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
+        meet()
         for _ in range(PROFILED_STEPS):
             run()
         if is_cuda:
