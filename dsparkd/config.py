@@ -106,7 +106,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     """[scheduler] what one tick of a rank may hold."""
 
     max_rows: int = 64
-    chunk_tokens: int | None = None  # resolve(): 8,192 on cuda, 1,024 on cpu
+    chunk_tokens: int | None = None  # resolve(): 2,048 on cuda, 1,024 on cpu
     max_frames_per_tick: int = 256
     max_prefill_streak: int = 4
     overlap: bool | None = None  # resolve(): on cuda, where nothing is drafted
@@ -428,7 +428,7 @@ def resolve(config: Config, hardware: Hardware) -> Config:
     """Fill what depends on the device and check the rules across sections. Raises ConfigError."""
     chunk_tokens = config.scheduler.chunk_tokens
     if chunk_tokens is None:
-        chunk_tokens = 8192 if config.engine.device == "cuda" else 1024
+        chunk_tokens = 2048 if config.engine.device == "cuda" else 1024
     if chunk_tokens < config.kv.page_tokens or chunk_tokens % config.kv.page_tokens:
         raise ConfigError(
             "scheduler.chunk_tokens", chunk_tokens, f"use a multiple of kv.page_tokens ({config.kv.page_tokens})"

@@ -233,7 +233,7 @@ def test_only_two_co_located_ranks_are_served(tmp_path: Path, geometry: dict[str
     assert caught.value.exit_code == EXIT_CONFIG
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda", 8192), ("cpu", 1024)])
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 2048), ("cpu", 1024)])
 def test_resolve_fills_the_chunk_by_device_and_leaves_its_input_alone(
     tmp_path: Path, device: str, expected: int
 ) -> None:
