@@ -30,7 +30,6 @@ from dsparkd.kernels.row_layout import scales_at
 HEAD_ROWS = 8  # vectors that one program norms and rotates
 PART = 512  # entries of one part: as many as an indexer chooses, whose tokens have one part and need no sum
 PART_BYTES = 256 << 20  # of parts' results that may lie in memory at once
-HALVED = 512  # columns of a head that two programs share
 ARRIVALS = 8192  # programs that may wait for each other's parts
 SUM_COLUMNS = 64  # of a head, in which parts are added at once
 
@@ -88,7 +87,7 @@ class TritonAttention:
         if self._arrivals is None:
             self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=queries.device)
         if num_parts > 1:  # whole sixteens: Triton compiles anew for pointers that are aligned to less than that
-            most = ARRIVALS // (2 * triton.cdiv(H, 16))
+            most = ARRIVALS // triton.cdiv(H, 16)
             step = max(16, min(most, PART_BYTES // (4 * num_parts * H * (d + 2))) // 16 * 16)
         for start in range(0, n, step):
             few = slice(start, min(start + step, n))
@@ -125,10 +124,10 @@ def _attend_few(
     n, H, d = queries.shape
     packed = is_packed(window.ring)
     tile = _Tile(H, d, queries.dtype, packed)
-    num_blocks = triton.cdiv(H, tile.heads) * tile.halves
+    num_blocks = triton.cdiv(H, tile.heads)
     mixes = sums = sink  # not written where a token has one part
     if num_parts > 1:
-        mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, tile.halves, 2, H))
+        mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
     # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds,
     # and a second one any number of parts above one, whose sum takes registers from the rest.
     slots = window.sources if entries is None else entries.slots
@@ -165,7 +164,6 @@ def _attend_few(
         B=window.ring.shape[1] if packed else 0,
         SCALES=scales_at(d, rotary) if packed else 0,
         PART=PART,
-        HALVES=tile.halves,
         BLOCK_H=tile.heads,
         BLOCK_D=tile.width,
         BLOCK_K=tile.keys,
@@ -192,11 +190,7 @@ class _Tile:
             self.keys, self.stages = 32 if packed else 64, 3
         else:
             self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
-        # Heads by 512 columns fill the registers of two warp groups, of which each would multiply all by all keys: so
-        # two programs take a half of the columns each, and share nothing but the keys.
-        self.halves = 2 if dtype == torch.bfloat16 and not packed and width == HALVED else 1
-        self.width //= self.halves
-        self.warps = 8 if self.heads * self.width >= 64 * 512 else 4
+        self.warps = 8 if self.heads * self.width >= 64 * 256 else 4
 
 
 def norm_and_rotate(
@@ -247,24 +241,10 @@ def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _columns(row, c, D: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns c of the rows at these pointers [K], zeros past the width; halves have none there."""
-    if HALVES == 2:
-        return tl.load(row[:, None] + c[None, :])
-    else:
-        return tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _fold(  # type: ignore[no-untyped-def]
-    q, keys, other_q, other_keys, live, top, total, mixed,
-    HALVES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, columns] of a softmax."""
+def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, d] of a softmax."""
     keys = keys.to(OPERAND)
     logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-    if HALVES == 2:  # its own half first: the shares of two programs may differ in a last digit
-        logits += tl.dot(other_q, tl.trans(other_keys.to(OPERAND)), input_precision=PRECISION)
     logits = tl.where(live[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     shares = tl.exp(logits - new_top[:, None])
@@ -296,7 +276,7 @@ def _attend(  # type: ignore[no-untyped-def]
     sin,  # [n, 1, r]
     output,  # [n, H, d]
     mixes,  # [n, P, H, d] float32
-    sums,  # [n, P, HALVES, 2, H] float32: maximum and denominator
+    sums,  # [n, P, 2, H] float32: maximum and denominator
     arrivals,  # [n, blocks of heads]
     num_parts,
     H,
@@ -306,7 +286,6 @@ def _attend(  # type: ignore[no-untyped-def]
     B: tl.constexpr,
     SCALES: tl.constexpr,
     PART: tl.constexpr,
-    HALVES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -314,7 +293,6 @@ def _attend(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """HALVES: of the columns; each of two programs makes its own half of a head's, from the shares of both."""
     follow_alone()
     t = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
@@ -325,63 +303,57 @@ def _attend(  # type: ignore[no-untyped-def]
         end = tl.minimum(count, (part + 1) * PART)
         if part * PART >= tl.maximum(count, 1):  # the first part has the window, whatever else
             return
-    half = tl.program_id(1) % HALVES
-    h = tl.program_id(1) // HALVES * BLOCK_H + tl.arange(0, BLOCK_H)
-    c = half * BLOCK_D + tl.arange(0, BLOCK_D)
-    other_c = (HALVES - 1 - half) * BLOCK_D + tl.arange(0, BLOCK_D)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, BLOCK_D)
     own = (t * H + h)[:, None] * D + c[None, :]
     real = (h < H)[:, None] & (c < D)[None, :]
     q = tl.load(queries + own, mask=real, other=0.0).to(OPERAND)
-    other_q = q
-    if HALVES == 2:
-        other_q = tl.load(queries + (t * H + h)[:, None] * D + other_c[None, :], mask=(h < H)[:, None], other=0.0)
-        other_q = other_q.to(OPERAND)
     # The sink is a key of no value: it starts the first part's maximum, and its denominator with e^0.
     top = tl.load(sink + h, mask=h < H, other=0.0)
     total = tl.full([BLOCK_H], 1.0, tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     hidden = tl.load(first + t).to(tl.int32)
-    own_slots = slots + t * E
-    if by_rows:
-        own_slots = slots + tl.load(rows + t) * E
-    window_tiles = tl.cdiv(W, BLOCK_K) - hidden // BLOCK_K
+    begin = hidden // BLOCK_K * BLOCK_K
     if MANY_PARTS:  # noqa: SIM102 - this one is decided when the kernel is compiled
         if part > 0:
             top = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
-            window_tiles = 0
+            begin = W
 
-    # One loop over the window's tiles and the entries': with two, the loads of the second would begin behind the first.
-    for tile in range(window_tiles + tl.cdiv(tl.maximum(end - part * PART, 0), BLOCK_K)):
-        in_window = tile < window_tiles
-        begin = tl.where(in_window, hidden // BLOCK_K + tile, part * (PART // BLOCK_K) + tile - window_tiles)
-        least, most = tl.where(in_window, hidden, 0), tl.where(in_window, W, count)
-        k = begin * BLOCK_K + tl.arange(0, BLOCK_K)
-        live = (k >= least) & (k < most)
+    for start in range(begin, W, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        live = (k >= hidden) & (k < W)
         # In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
-        places = tl.where(in_window, sources + t * W, own_slots)
-        place = tl.load(places + tl.minimum(tl.maximum(k, least), most - 1))
-        number = place ^ (place >> 63)  # -1 - place of one that is not kept yet, but the step's own
-        kept = tl.where(in_window, ring, entries)
+        source = tl.load(sources + t * W + tl.minimum(tl.maximum(k, hidden), W - 1))
         if B > 0:
-            tails = tl.where(in_window, ring_tails, entry_tails)
-            keys = load_keys(kept, tails, tl.maximum(place, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
-            row = chunk + number * D
-            fresh = (place < 0)[:, None] & (c < D)[None, :]
+            old = source >= 0
+            keys = load_keys(ring, ring_tails, tl.where(old, source, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
+            row = chunk + tl.where(old, 0, -1 - source) * D
+            fresh = (source < 0)[:, None] & (c < D)[None, :]
             keys = tl.where(fresh, tl.load(row[:, None] + c[None, :], mask=fresh, other=0.0).to(OPERAND), keys)
         else:
-            row = tl.where(place >= 0, kept, chunk) + number * D
-            keys = _columns(row, c, D, HALVES)
-        other_keys = keys
-        if HALVES == 2:
-            other_keys = _columns(row, other_c, D, HALVES)
-        top, total, mixed = _fold(q, keys, other_q, other_keys, live, top, total, mixed, HALVES, OPERAND, PRECISION)
+            row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
+            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
+        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+    own_slots = slots + t * E
+    if by_rows:
+        own_slots = slots + tl.load(rows + t) * E
+    for start in range(part * PART, end, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        live = k < count
+        slot = tl.load(own_slots + tl.minimum(k, count - 1))
+        if B > 0:
+            keys = load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
+        else:
+            row = entries + slot * D
+            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
+        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
 
     if MANY_PARTS:
         live_parts = (count + PART - 1) // PART
         if live_parts > 1:
             first_part = t * num_parts
-            own_sums = sums + ((first_part + part) * HALVES + half) * 2 * H
+            own_sums = sums + (first_part + part) * 2 * H
             tl.store(mixes + ((first_part + part) * H + h)[:, None] * D + c[None, :], mixed, mask=real)
             tl.store(own_sums + h, top, mask=h < H)
             tl.store(own_sums + H + h, total, mask=h < H)
@@ -391,34 +363,34 @@ def _attend(  # type: ignore[no-untyped-def]
             if tl.atomic_add(arrival, 1, sem="acq_rel") == live_parts - 1:
                 tl.store(arrival, 0)
                 _add_parts(
-                    mixes + first_part * H * D, sums + (first_part * HALVES + half) * 2 * H, output, cos, sin, t, h,
-                    live_parts, half * BLOCK_D, HALVES * 2 * H, H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
+                    mixes + first_part * H * D, sums + first_part * 2 * H, output, cos, sin, t, h, live_parts,
+                    H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
                 )  # fmt: skip
             return
-    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D, half * BLOCK_D)
+    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
     tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_parts(  # type: ignore[no-untyped-def]
-    mixes, sums, output, cos, sin, t, h, live_parts, first_column, sums_apart,
+    mixes, sums, output, cos, sin, t, h, live_parts,
     H, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of token t in their order: mixes [P, H, d], sums [P, .., 2, H], heads h, BLOCK_D columns."""
+    """Add the parts of token t in their order: mixes [P, H, d], sums [P, 2, H], heads h."""
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for part in range(live_parts):
-        top = tl.maximum(top, tl.load(sums + part * sums_apart + h, mask=h < H, other=0.0, cache_modifier=".cg"))
+        top = tl.maximum(top, tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg"))
     total = tl.zeros([BLOCK_H], tl.float32)
     for part in range(live_parts):
-        own_top = tl.load(sums + part * sums_apart + h, mask=h < H, other=0.0, cache_modifier=".cg")
-        own_total = tl.load(sums + part * sums_apart + H + h, mask=h < H, other=1.0, cache_modifier=".cg")
+        own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
+        own_total = tl.load(sums + part * 2 * H + H + h, mask=h < H, other=1.0, cache_modifier=".cg")
         total += own_total * tl.exp(own_top - top)
-    for column in range(first_column, first_column + BLOCK_D, BLOCK_C):
+    for column in range(0, BLOCK_D, BLOCK_C):
         c = column + tl.arange(0, BLOCK_C)
         real = (h < H)[:, None] & (c < D)[None, :]
         mixed = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
         for part in range(live_parts):
-            own_top = tl.load(sums + part * sums_apart + h, mask=h < H, other=0.0, cache_modifier=".cg")
+            own_top = tl.load(sums + part * 2 * H + h, mask=h < H, other=0.0, cache_modifier=".cg")
             own = mixes + (part * H + h)[:, None].to(tl.int64) * D + c[None, :]
             share = tl.exp(own_top - top)[:, None]
             mixed += tl.load(own, mask=real, other=0.0, cache_modifier=".cg") * share
