@@ -197,9 +197,14 @@ def load_keys(  # type: ignore[no-untyped-def]
         factor = ((scales + 8) << 23).to(tl.float32, bitcast=True)
         values = _e4m3_value(codes.to(tl.int32))
     values = (values * factor[:, :, None]).to(OPERAND)
-    tail = (tails + places * (B // 2) - (D - R) // 2)[:, None, None] + c[None, :, :]
+    tail = tails + places * (B // 2) - (D - R) // 2
     turned = ((c >= D - R) & (c < D))[None, :, :]
-    values = tl.where(turned, tl.load(tail, mask=turned, other=0.0).to(OPERAND), values)
+    if (D - R) // SPAN * SPAN == D - R and R <= SPAN:  # the rotary columns are one group: they are loaded once
+        j = tl.arange(0, SPAN)
+        own = tl.load(tail[:, None] + (D - R) + j[None, :], mask=(j < R)[None, :], other=0.0).to(OPERAND)[:, None, :]
+    else:
+        own = tl.load(tail[:, None, None] + c[None, :, :], mask=turned, other=0.0).to(OPERAND)
+    values = tl.where(turned, own, values)
     return tl.reshape(values, (places.shape[0], BLOCK_D))
 
 
