@@ -38,15 +38,12 @@ FEW = (
     Tiles(16, 64, 128, 4, 3),
     Tiles(16, 64, 128, 4, 3, held=True),
     Tiles(16, 64, 128, 4, 4, held=True),
-    Tiles(16, 64, 256, 4, 3, held=True),
     Tiles(16, 128, 128, 8, 4),
     Tiles(16, 128, 128, 8, 4, held=True),
-    Tiles(16, 128, 256, 8, 4, held=True),
 )
 MIDDLE = (
     Tiles(32, 64, 128, 4, 3, held=True),
-    Tiles(32, 64, 256, 4, 3, held=True),
-    Tiles(32, 64, 128, 4, 2, held=True),
+    Tiles(16, 64, 128, 4, 3, held=True),
     Tiles(32, 64, 128, 4, 3, 128),
     Tiles(64, 64, 128, 4, 3),
     Tiles(64, 64, 128, 4, 4),
@@ -58,7 +55,6 @@ LARGE = (
     Tiles(64, 256, 128, 16, 3, held=True),
     Tiles(128, 256, 128, 16, 3),
     Tiles(64, 256, 128, 8, 3),
-    Tiles(64, 128, 256, 8, 3, held=True),
     Tiles(128, 128, 128, 8, 3, held=True),
     Tiles(256, 128, 128, 8, 3),
 )
@@ -108,11 +104,11 @@ def trials(only: str) -> Iterator[Trial]:
         (Place("experts", Format.FP4, 128), FEW),
         (Place("experts", Format.FP4, DECODE_ROWS), MIDDLE),
         (Place("experts", Format.FP4, PREFILL_ROWS), LARGE),
-        (Place("linear", Format.FP8, 64, 4096, 4096), FEW[:2] + MIDDLE[3:8]),
-        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE[3:8] + MANY[1:4]),
+        (Place("linear", Format.FP8, 64, 4096, 4096), FEW[:2] + MIDDLE[2:7]),
+        (Place("linear", Format.FP8, 384, 4096, 4096), MIDDLE[2:7] + MANY[1:4]),
         (Place("linear", Format.FP8, PREFILL_ROWS, 4096, 4096), MANY[1:]),
         (Place("linear", Format.FP8, 16, 8192, 4096), FEW),
-        (Place("linear", Format.DENSE, 384, 4096, 129280), MIDDLE[4:8] + MANY[1:4]),
+        (Place("linear", Format.DENSE, 384, 4096, 129280), MIDDLE[3:7] + MANY[1:4]),
         (Place("linear", Format.DENSE, PREFILL_ROWS, 4096, 2560), MANY[1:]),
     ):
         if place.kernel.startswith(only):

@@ -110,10 +110,9 @@ class TritonExperts:
         is_turned = is_packed and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
         if is_turned:
             x = turn(x)
-        # Tiles of 128 outputs or more of a packed weight have as many of each half. Pieces are multiplied one by one.
+        # Tiles of 128 outputs or more of a packed weight have as many of each half.
         is_joined = is_packed and tiles.outputs > 64
         outputs = tiles.outputs // 2 if is_joined else tiles.outputs
-        inputs = 128 if is_packed else tiles.inputs
         _gate_up_kernel[(len(layout.tile_experts) * triton.cdiv(width, outputs),)](
             x,
             *self._w13,
@@ -134,13 +133,13 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=width % outputs == 0 and x.shape[1] % inputs == 0,
+            EVEN=width % outputs == 0 and x.shape[1] % tiles.inputs == 0,
             HELD=tiles.held,
             GROUP=1 if layout.is_in_place else GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=outputs,
             JOINED=is_joined,
-            BLOCK_K=inputs,
+            BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -149,7 +148,6 @@ class TritonExperts:
 
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
         width = outputs.shape[1]
-        inputs = tiles.inputs if self._format is Format.DENSE else 128  # of a packed weight a step may have two pieces
         block = tiles.outputs if width % tiles.outputs == 0 else min(tiles.outputs, 128)
         _down_kernel[(len(layout.tile_experts) * triton.cdiv(width, block),)](
             hidden,
@@ -167,13 +165,12 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
-            EVEN=width % block == 0 and hidden.shape[1] % inputs == 0,
+            EVEN=width % block == 0 and hidden.shape[1] % tiles.inputs == 0,
             HELD=tiles.held,
-            STEPS=tiles.inputs // inputs if hidden.shape[1] % tiles.inputs == 0 else 1,
             GROUP=1 if layout.is_in_place else GROUP_TILES,
             BLOCK_M=tiles.rows,
             BLOCK_N=block,
-            BLOCK_K=inputs,
+            BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -446,7 +443,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,
     HELD: tl.constexpr,
-    STEPS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -465,29 +461,18 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     section, start = expert.to(tl.int64), block * BLOCK_N
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     starts = hidden + slots * EXPERT_WIDTH
-    LAST: tl.constexpr = (EXPERT_WIDTH - 1) // (BLOCK_K * STEPS) * (BLOCK_K * STEPS)
+    LAST: tl.constexpr = (EXPERT_WIDTH - 1) // BLOCK_K * BLOCK_K
     held = input_tile(starts, real, 0, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
-    more = input_tile(starts, real, BLOCK_K * (STEPS - 1), EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
-    for k in range(0, EXPERT_WIDTH, BLOCK_K * STEPS):
-        after = tl.minimum(k + BLOCK_K * STEPS, LAST)
+    for k in range(0, EXPERT_WIDTH, BLOCK_K):
         if HELD:
             part = tl.trans(held).to(OPERAND)
-            held = input_tile(starts, real, after, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
+            held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
         else:
             part = tl.trans(input_tile(starts, real, k, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)).to(OPERAND)
-        if STEPS == 2:  # both begin together
-            second = tl.trans(more).to(OPERAND)
-            more = input_tile(starts, real, after + BLOCK_K, EXPERT_WIDTH, TURN, EVEN, BLOCK_K)
         weight_part = weight_tile(
             values, scales, section, start, k, WIDTH, EXPERT_WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
         )
         total = tl.dot(weight_part, part, total, input_precision=PRECISION)
-        if STEPS == 2:
-            next_k = k + BLOCK_K
-            weight_part = weight_tile(
-                values, scales, section, start, next_k, WIDTH, EXPERT_WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
-            )
-            total = tl.dot(weight_part, second, total, input_precision=PRECISION)
     places = outputs + slots[:, None] * WIDTH + column[None, :]
     tl.store(places, tl.trans(total).to(outputs.dtype.element_ty), mask=real[:, None] & column_ok[None, :])
 
