@@ -401,8 +401,8 @@ DROPPED_ROWS = _family(
 DECODE_STEP_SECONDS = _family(
     "decode_step_seconds",
     "histogram",
-    "From one decode step's agreement to the next one's, by what the former verified: nothing drafted, every draft, or"
-    " as many as paid. Steps that a prefill follows are left out.",
+    "From a decode step's agreement to the next tick's vote, by what it verified: nothing drafted, every draft, or as"
+    " many as paid.",
     buckets=_STEP_BUCKETS,
     layout=("plain", "all", "compact"),
 )

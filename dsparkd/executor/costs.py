@@ -56,6 +56,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The drafter's part of a step, whatever of its drafts is verified."""
         return _between(self.draft_s, *_locate(self.rows, num_rows))
 
+    def counts(self, num_rows: int, most: int) -> Sequence[int]:
+        """Numbers of drafts that a step may verify."""
+        return range(1, most + 1)
+
     def plain_seconds(self, num_rows: int) -> float:
         """A step that drafts nothing."""
         return self.seconds(num_rows, num_rows)

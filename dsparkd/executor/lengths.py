@@ -24,6 +24,9 @@ LEAST_SURVIVAL = 1e-6  # a draft that is less likely is not worth a row, however
 class StepCosts(Protocol):
     """What a step takes."""
 
+    def counts(self, num_rows: int, most: int) -> Sequence[int]:
+        """Numbers of drafts, of all rows together, that are worth comparing; `most`, all of them, is the last."""
+
     def plain_seconds(self, num_rows: int) -> float:
         """One that drafts nothing."""
 
@@ -44,17 +47,14 @@ def plan_budget(costs: StepCosts, survivals: Sequence[Sequence[float] | None], m
     if not num_rows:
         return 0
     chances = sorted((a for block in survivals for a in _chances(block, max_verify)), reverse=True)
-    tokens = float(num_rows)
-    best, most = 0, tokens / costs.plain_seconds(num_rows)
-    for count, chance in enumerate(chances, 1):
-        tokens += chance
-        rate = tokens / costs.drafted_seconds(num_rows, count)
+    gains = list(itertools.accumulate(chances, initial=float(num_rows)))
+    best, most = 0, num_rows / costs.plain_seconds(num_rows)
+    # All of them may take less than most of them: nothing then waits for their chances.
+    for count in costs.counts(num_rows, num_rows * max_verify):
+        rate = gains[min(count, len(chances))] / costs.drafted_seconds(num_rows, count)
         if rate > most:
             best, most = count, rate
-    # All of them may take less than most of them: nothing then waits for their chances.
-    every = num_rows * max_verify
-    rate = tokens / costs.drafted_seconds(num_rows, every)
-    return every if rate > most else best
+    return best
 
 
 def blend(known: Sequence[float] | None, block: Sequence[float]) -> tuple[float, ...]:

@@ -274,7 +274,7 @@ class Account:
             self._tally.inc(metrics.DECODE_STEPS, self._rank, "eager" if output.tier is None else "graph", tier)
 
     def paced(self, speculation: Speculation | None, spent_ns: int) -> None:
-        """Time a decode step that another one followed at once."""
+        """Time a decode step, from its agreement to the next tick's vote."""
         layout = "plain" if speculation is None else "compact" if speculation.is_compact else "all"
         self._tally.observe(metrics.DECODE_STEP_SECONDS, self._rank, layout, value=spent_ns / 1e9)
 

@@ -29,6 +29,14 @@ class Intent(IntFlag):
     MAY_PARK = 2
 
 
+class Drafting(IntEnum):
+    """How much a decode step is to verify."""
+
+    NONE = 0
+    ALL = 1
+    SOME = 2  # or each rank something else: how much, the tier channel says
+
+
 class PlanVote(NamedTuple):
     """The seven fields. A vote of an idle rank is permissive: it never vetoes a path."""
 
@@ -48,8 +56,8 @@ class PlanExtra(NamedTuple):
     draft_graph_ok: int = 0  # 1 wherever graphs are on, whatever the rank proposes
     tick: int = 0
     num_decode_rows: int = 0  # rows that take part whichever kind is agreed
-    spare_4: int = 0
-    spare_5: int = 0
+    step_ns: int = 0  # how long the tick before took from its agreement on, where it was a decode step; else 0
+    drafting: int = Drafting.NONE  # what this rank would have a decode step verify, where windows are compact
 
 
 class Payload(NamedTuple):
@@ -63,7 +71,8 @@ class Payload(NamedTuple):
 class Agreement(NamedTuple):
     """What both ranks do next. Pairs are in rank order; tokens count what really runs, before any padding.
 
-    prefill_streak: consecutive prefill ticks up to this one during which some rank had decode rows.
+    prefill_streak: consecutive prefill ticks up to this one during which some rank had decode rows. step_ns: of the
+    rank whose last step took longer.
     """
 
     kind: StepKind
@@ -77,6 +86,8 @@ class Agreement(NamedTuple):
     stop: bool
     park: bool
     prefill_streak: int
+    step_ns: int = 0
+    drafting: Drafting = Drafting.NONE
 
 
 UNKNOWN_TIER = -1
@@ -151,12 +162,18 @@ def combine(rank0: Payload, rank1: Payload, *, prefill_streak: int, max_prefill_
         stop=any(Intent.STOP in each.intent for each in both),
         park=kind is StepKind.IDLE and all(Intent.MAY_PARK in each.intent for each in both),
         prefill_streak=prefill_streak + 1 if extends and any(decode_rows) else 0,
+        step_ns=max(each.extra.step_ns for each in both),
+        drafting=_agree_drafting(both),
     )
 
 
 def exchanges_tier(agreement: Agreement, *, compact_verify: bool) -> bool:
-    """Whether the tier channel is exchanged in this tick: a function of agreed values, so both ranks do or neither."""
-    return compact_verify and agreement.kind is StepKind.DECODE and any(agreement.num_tokens)
+    """Whether the tier channel is exchanged in this tick: a function of agreed values, so both ranks do or neither.
+
+    Not where all that have rows would verify nothing, or everything: there is nothing left to say.
+    """
+    is_decode = agreement.kind is StepKind.DECODE and any(agreement.num_tokens)
+    return compact_verify and is_decode and agreement.drafting is Drafting.SOME
 
 
 def agree_tier(wanted: tuple[int, int], tiers: Sequence[int]) -> int:
@@ -173,6 +190,12 @@ def agree_tier(wanted: tuple[int, int], tiers: Sequence[int]) -> int:
     return 0 if most == 0 else next(tier for tier in tiers if tier >= most)
 
 
+def _agree_drafting(both: tuple[Payload, Payload]) -> Drafting:
+    """What the ranks that have decode rows want, where they want the same."""
+    wants = {each.extra.drafting for each in both if each.extra.num_decode_rows}
+    return Drafting.SOME if len(wants) > 1 else Drafting(wants.pop() if wants else Drafting.NONE)
+
+
 def _require_same_tick(rank0: Payload, rank1: Payload) -> None:
     if rank0.extra.tick != rank1.extra.tick:
         raise PeerError(f"ticks differ: {rank0.extra.tick}, {rank1.extra.tick}")
@@ -187,5 +210,6 @@ def _require_consistent(rank: int, payload: Payload) -> None:
         StepKind.MIXED: counts.num_tokens > decode_rows > 0 and counts.has_extend == 1,
         StepKind.DECODE: counts.num_tokens == decode_rows > 0 and counts.has_extend == 0,
     }
-    if counts.step_kind not in expected or not expected[StepKind(counts.step_kind)]:
+    says_known = payload.extra.step_ns >= 0 and payload.extra.drafting in Drafting.__members__.values()
+    if not says_known or counts.step_kind not in expected or not expected[StepKind(counts.step_kind)]:
         raise PeerError(f"rank {rank} disagrees with itself: {payload}")

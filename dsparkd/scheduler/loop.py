@@ -35,6 +35,7 @@ from dsparkd.scheduler.account import Account
 from dsparkd.scheduler.agreement import (
     Agreement,
     Channel,
+    Drafting,
     Intent,
     Payload,
     PlanExtra,
@@ -49,7 +50,7 @@ from dsparkd.scheduler.policy import NOTHING_FLIES, Flying, Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 from dsparkd.scheduler.results import Committed, Committer, Ended
-from dsparkd.scheduler.speculation import SpeculationPlanner, TierVote
+from dsparkd.scheduler.speculation import SpeculationPlanner
 
 if TYPE_CHECKING:
     from dsparkd.grammar.cache import Ticket
@@ -248,7 +249,7 @@ class Loop:
             num_decode_rows=len(proposal.decode_rows),
             decode_graphs=self._bounds.decode_graphs,
         )
-        payload = Payload(own, self._extra(own, proposal), self._intent())
+        payload = Payload(own, self._extra(own, proposal, self._time_step()), self._intent())
         self._account.lap("plan")
         return proposal, payload
 
@@ -261,9 +262,11 @@ class Loop:
         exchange = self._lines.exchange
         sequence, timing = exchange.sequence(Channel.PLAN), exchange.timing(Channel.PLAN)
         plan = None
-        step_ns = self._pace(agreement.kind)
+        self._begun_ns = self._clock() if agreement.kind is StepKind.DECODE else 0
+        if self._parts.speculation is not None:
+            self._parts.speculation.learn(agreement.step_ns)
         if agreement.kind is not StepKind.IDLE and not agreement.stop:
-            speculation = self._speculated = self._speculate(agreement, proposal, step_ns)
+            speculation = self._speculated = self._speculate(agreement)
             replays = agreement.kind is StepKind.DECODE and agreement.decode_graph and agreement.draft_graph
             plan = self._parts.planner.settle(proposal, agreement.kind, speculation, replays=replays)
         self._record(agreement, rank0, rank1, plan)
@@ -282,32 +285,38 @@ class Loop:
         self._account.end_tick()
         return agreement
 
-    def _speculate(self, agreement: Agreement, proposal: Proposal, step_ns: int) -> Speculation | None:
+    def _speculate(self, agreement: Agreement) -> Speculation | None:
         """How a decode step drafts: a function of what both ranks know, so both do the same."""
         planner = self._parts.speculation
         if planner is None or agreement.kind is not StepKind.DECODE:
             return None
         if not exchanges_tier(agreement, compact_verify=planner.is_compact):
-            return planner.all_drafts(agreement.num_tokens)
-        requests = [self._parts.queue.find(row.request_id) for row in proposal.decode_rows]
-        vote = planner.vote([one for one in requests if one is not None], agreement.num_tokens, step_ns)
+            return planner.settle(agreement.num_tokens, agreement.drafting)
         exchange = self._lines.exchange
-        words = (*vote, *(0,) * (NUM_WORDS - len(vote)))
+        words = (planner.wanted,) + (0,) * (NUM_WORDS - 1)
         begun_ns = self._clock()
         peer = exchange.exchange(Channel.TIER, words)
         spent_ns = self._clock() - begun_ns
         sequence, timing = exchange.sequence(Channel.TIER), exchange.timing(Channel.TIER)
         self._account.exchanged(Channel.TIER, sequence, timing, spent_ns)
-        return planner.agree(agreement.num_tokens, self._in_rank_order(vote, TierVote(*peer[: len(vote)])))
+        return planner.compact(agreement.num_tokens, self._in_rank_order(planner.wanted, peer[0]))
 
-    def _pace(self, kind: StepKind) -> int:
-        """Time the last step where it was a decode step and this one is, too: nanoseconds, else 0."""
-        now_ns = self._clock()
-        begun_ns, self._begun_ns = self._begun_ns, now_ns if kind is StepKind.DECODE else 0
-        if not begun_ns or not self._begun_ns:
+    def _time_step(self) -> int:
+        """How long the last step took since it was agreed, in nanoseconds; 0 unless it was a decode step."""
+        begun_ns, self._begun_ns = self._begun_ns, 0
+        if not begun_ns:
             return 0
-        self._account.paced(self._speculated, now_ns - begun_ns)
-        return now_ns - begun_ns
+        spent_ns = self._clock() - begun_ns
+        self._account.paced(self._speculated, spent_ns)
+        return spent_ns
+
+    def _drafting(self, proposal: Proposal) -> Drafting:
+        """What this rank would have a decode step verify."""
+        planner = self._parts.speculation
+        if planner is None or not planner.is_compact:
+            return Drafting.NONE
+        requests = [self._parts.queue.find(row.request_id) for row in proposal.decode_rows]
+        return planner.vote([request for request in requests if request is not None])
 
     # Receive
 
@@ -436,12 +445,14 @@ class Loop:
 
     # Agree
 
-    def _extra(self, own: PlanVote, proposal: Proposal) -> PlanExtra:
+    def _extra(self, own: PlanVote, proposal: Proposal, step_ns: int) -> PlanExtra:
         return PlanExtra(
             longest_prefix=max((row.start for row in proposal.chunk_rows), default=0),
             draft_graph_ok=int(self._bounds.decode_graphs or own.step_kind == StepKind.IDLE),
             tick=self._tick,
             num_decode_rows=len(proposal.decode_rows),
+            step_ns=step_ns,
+            drafting=self._drafting(proposal),
         )
 
     def _intent(self) -> Intent:

@@ -1,7 +1,7 @@
 """What decode steps take as they are served, beside what the cost table says of the model alone.
 
 A table is measured without exchange, scheduler and host, and on a machine that did nothing else. So each rank times its
-steps and tells its peer in the next agreement; both learn the longer time, and what they know stays equal. Times decide
+steps and tells its peer with the next vote; both learn the longer time, and what they know stays equal. Times decide
 only how much is drafted and verified, which no id depends on.
 """
 
@@ -18,7 +18,9 @@ from dsparkd.executor.plan import Speculation
 
 SAMPLES = 15  # of a cell, the latest; their median is what is known of it
 KNOWN_SAMPLES = 3  # fewer say nothing
-RETRY_STEPS = 4096  # decode steps after which what was measured is no news any more
+NEWS_STEPS = 192  # decode steps after which a time is looked at again where it nearly decides
+NEAR_SHARE = 0.8  # that near: of the other layout's speed
+RETRY_STEPS = 4096  # decode steps after which it is forgotten
 # A layout that nobody knows is tried where it may come so near. Drafting may be much better than a table believes; a
 # plain step takes no less than its table, which leaves things out, so trials of it are for where that may be enough.
 TRY_DRAFTS_SHARE = 1 / 3
@@ -28,7 +30,10 @@ LEAST_SHARE = 0.1  # of the table's time: no step is free
 
 
 class Layout(IntEnum):
-    """What a decode step verifies: anchors alone, every draft, or some drafts, which waits for their chances."""
+    """What a decode step verifies: anchors alone, every draft, or some drafts, which waits for their chances.
+
+    The nearer the numbers, the more alike are the steps.
+    """
 
     PLAIN = 0
     ALL = 1
@@ -54,10 +59,13 @@ class Served:
 
 @dataclass(slots=True)
 class _Cell:
-    """Seconds above the table of steps of one layout and about as many rows. last: number of the last such step."""
+    """Seconds above the table of steps of one layout and about as many rows.
 
-    excess_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    median_s: float = 0.0
+    median_s: None until there were samples enough. last: number of the last such step.
+    """
+
+    samples_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    median_s: float | None = None
     last: int = 0
 
 
@@ -69,30 +77,37 @@ class Pace:
         self._width = 1 + max_drafts
         self._cells: dict[tuple[Layout, int], _Cell] = {}
         self._num_steps = 0
-        self._before: Layout | None = None  # of the decode step right before the one that is learned next
 
-    def learn(self, step: Served, seconds: float) -> None:
-        """Take in how long a decode step was, from its agreement to the next one's; 0: another kind came behind it."""
+    def learn(self, step: Served, seconds: float, *, is_first: bool = False) -> None:
+        """Take in how long a decode step was. is_first: the one right before it had another layout."""
         self._num_steps += 1
-        before, self._before = self._before, step.layout if seconds else None
-        if not seconds or before not in (None, step.layout):
-            return  # the first step of a layout finishes what the one before it had begun, or begins what is missing
+        if is_first:
+            return  # it finishes what the one before had begun, or begins what that one has not
         place = (step.layout, step.num_rows.bit_length())
         cell = self._cells.get(place)
-        if cell is None or self._is_old(cell):
+        if cell is None or self._age(cell) > RETRY_STEPS:
             cell = self._cells[place] = _Cell()
-        cell.excess_s.append(seconds - self._table_s(step))
-        cell.median_s = statistics.median(cell.excess_s)
+        if self._age(cell) > NEWS_STEPS:
+            cell.samples_s.clear()  # what is known stands until there is news enough
+        cell.samples_s.append(seconds - self._table_s(step))
+        if len(cell.samples_s) >= KNOWN_SAMPLES:
+            cell.median_s = statistics.median(cell.samples_s)
         cell.last = self._num_steps
 
-    def excess_s(self, layout: Layout, num_rows: int) -> float:
-        """What is known of such steps above the table's time, or else of those that are nearest to them."""
-        bucket = num_rows.bit_length()
-        known = [place for place in self._cells if self._is_known(*place)]
+    def excess_s(self, layout: Layout, num_rows: int, *, by_kin: bool = False) -> float:
+        """What is known of such steps above the table's time, or else of those that are nearest to them.
+
+        by_kin: where the last such steps are long ago, as if they were not known.
+        """
+        place = (layout, num_rows.bit_length())
+        own = self._known_s(*place)
+        if own is not None and not (by_kin and self._lacks_news(*place)):
+            return own
+        known = {each: value for each in self._cells if (value := self._known_s(*each)) is not None}
+        known.pop(place, None)
         if not known:
             return 0.0
-        nearest = min(known, key=lambda place: (abs(place[1] - bucket) + (place[0] is not layout), place))
-        return self._cells[nearest].median_s
+        return known[min(known, key=lambda each: (abs(each[1] - place[1]) + abs(each[0] - layout), each))]
 
     def seconds(self, step: Served) -> float:
         """What a step takes."""
@@ -104,31 +119,41 @@ class Pace:
         return max(table_s + excess_s, LEAST_SHARE * table_s)
 
     def trial(self, num_rows: int, tokens_per_row: float) -> Layout | None:
-        """The layout that is to be tried, because nobody knows what it takes with so many rows; None: there is none.
+        """The layout that is to be tried, because nobody knows what it takes now with so many rows; None: none is.
 
-        tokens_per_row: what a row would bring with every draft verified, as both ranks see it.
+        tokens_per_row: what a row would bring with every draft verified. A cut layout is never tried: planners take it
+        for as good as its kin now and then.
         """
         bucket = num_rows.bit_length()
         plain = 1 / self._least_seconds(Served(Layout.PLAIN, num_rows, num_rows))
         drafted = tokens_per_row / self._least_seconds(Served(Layout.ALL, num_rows, num_rows * self._width))
-        if not self._is_known(Layout.ALL, bucket) and drafted >= TRY_DRAFTS_SHARE * plain:
-            return Layout.ALL
-        if not self._is_known(Layout.PLAIN, bucket) and plain >= TRY_PLAIN_SHARE * drafted:
-            return Layout.PLAIN
+        if self._lacks_news(Layout.ALL, bucket):
+            share = TRY_DRAFTS_SHARE if self._known_s(Layout.ALL, bucket) is None else NEAR_SHARE
+            if drafted >= share * plain:
+                return Layout.ALL
+        if self._lacks_news(Layout.PLAIN, bucket):
+            share = TRY_PLAIN_SHARE if self._known_s(Layout.PLAIN, bucket) is None else NEAR_SHARE
+            if plain >= share * drafted:
+                return Layout.PLAIN
         return None
+
+    def _lacks_news(self, layout: Layout, bucket: int) -> bool:
+        cell = self._cells.get((layout, bucket))
+        return cell is None or self._age(cell) > NEWS_STEPS or len(cell.samples_s) < KNOWN_SAMPLES
 
     def _least_seconds(self, step: Served) -> float:
         """What a step takes; of one that nobody knows, what it takes if its kin say too much."""
         seconds = self.seconds(step)
-        is_known = self._is_known(step.layout, step.num_rows.bit_length())
+        is_known = self._known_s(step.layout, step.num_rows.bit_length()) is not None
         return seconds if is_known else min(seconds, self._table_s(step))
 
-    def _is_known(self, layout: Layout, bucket: int) -> bool:
+    def _known_s(self, layout: Layout, bucket: int) -> float | None:
+        """Seconds above the table that are known of a cell."""
         cell = self._cells.get((layout, bucket))
-        return cell is not None and len(cell.excess_s) >= KNOWN_SAMPLES and not self._is_old(cell)
+        return None if cell is None or self._age(cell) > RETRY_STEPS else cell.median_s
 
-    def _is_old(self, cell: _Cell) -> bool:
-        return self._num_steps - cell.last > RETRY_STEPS
+    def _age(self, cell: _Cell) -> int:
+        return self._num_steps - cell.last
 
     def _table_s(self, step: Served) -> float:
         drafting_s = 0.0 if step.layout is Layout.PLAIN else self._table.draft_seconds(step.num_rows)
@@ -150,7 +175,19 @@ class PairCosts:
         self._most = num_rows * (1 + max_drafts)
         self._captured = captured
         self._kept = kept
-        self._excess_s = {layout: pace.excess_s(layout, num_rows) for layout in Layout}
+        # While drafting pays, cutting is about as good as verifying all; once it was slow, nobody would look again.
+        by_kin = {Layout.CUT: kept is not Layout.PLAIN}
+        self._excess_s = {
+            layout: pace.excess_s(layout, num_rows, by_kin=by_kin.get(layout, False)) for layout in Layout
+        }
+
+    def counts(self, num_rows: int, most: int) -> Sequence[int]:
+        """See StepCosts: what fills a captured tier is better than what does not, and above them each number counts."""
+        tiers = [tier for tier in self._captured if tier < self._most]
+        filled = {tier * num_rows // self._num_rows - num_rows for tier in tiers}
+        above = self._captured[-1] * num_rows // self._num_rows - num_rows if self._captured else 0
+        eager = range(above + 1, most) if above < most else ()
+        return [*sorted(count for count in filled if 0 < count < most), *(count for count in eager if count > 0), most]
 
     def plain_seconds(self, num_rows: int) -> float:
         """See StepCosts."""

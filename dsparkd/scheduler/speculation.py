@@ -7,31 +7,17 @@ other one verifies. What a rank wants follows from chances of earlier steps that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from dsparkd.executor.costs import CostTable
 from dsparkd.executor.lengths import plan_budget
 from dsparkd.executor.plan import Speculation
 from dsparkd.kernels.tiles import ROW_TILE
-from dsparkd.scheduler.agreement import UNKNOWN_TIER, agree_tier
+from dsparkd.scheduler.agreement import UNKNOWN_TIER, Drafting, agree_tier
 from dsparkd.scheduler.pace import Layout, Pace, PairCosts, Served
 from dsparkd.scheduler.request import Request
 
 # Decode steps after which chances are no news any more: rows that were not drafted for meanwhile are tried again.
 STALE_STEPS = 256
-
-
-class TierVote(NamedTuple):
-    """What a rank says in the tier's exchange.
-
-    wanted: tokens that it would verify, UNKNOWN_TIER without a cost table. step_ns: time of the decode step before,
-    from its agreement to this one; 0 where another kind of step came between. gain_millionths: tokens that its rows
-    would bring with every draft verified, by earlier chances.
-    """
-
-    wanted: int
-    step_ns: int
-    gain_millionths: int
 
 
 class SpeculationPlanner:
@@ -53,37 +39,67 @@ class SpeculationPlanner:
         self.max_drafts = max_drafts
         self.is_compact = is_compact and max_drafts > 0
         self._pace = Pace(table, max_drafts) if table is not None else None
-        self._step: Served | None = None  # the last decode step
-        self._tokens_per_row = 1.0
+        self._step: Served | None = None  # the last tick's, where it was a decode step
+        self._before: Served | None = None  # that of the tick before it
+        self._num_rows = (0, 0)  # of the last decode step
+        self.wanted = UNKNOWN_TIER
         self._captured = tuple(captured)
         most = -(-max_rows * (1 + max_drafts) // ROW_TILE) * ROW_TILE
         above = captured[-1] if captured else 0
         self._tiers = (*captured, *(tier for tier in range(ROW_TILE, most + 1, ROW_TILE) if tier > above))
 
-    def vote(self, requests: Sequence[Request], num_rows: tuple[int, int], step_ns: int) -> TierVote:
-        """What this rank says of its requests. num_rows: decode rows of both ranks. step_ns: see TierVote.
+    def vote(self, requests: Sequence[Request]) -> Drafting:
+        """What this rank would verify of its next decode step; wanted is the number of tokens, anchors included.
 
-        Raises InvariantError for chances that are none.
+        UNKNOWN_TIER without a cost table. Raises InvariantError for chances that are none.
         """
-        chances = [_chances(request) for request in requests]
-        gain = sum(1.0 + (sum(block[: self.max_drafts]) if block is not None else self.max_drafts) for block in chances)
-        return TierVote(self._wanted(chances, max(num_rows)), step_ns, round(1e6 * gain))
-
-    def _wanted(self, chances: Sequence[tuple[float, ...] | None], most_rows: int) -> int:
-        """Tokens that this rank would verify: 0 where drafting does not pay."""
         if self._pace is None:
-            return UNKNOWN_TIER
-        if not chances:
+            self.wanted = UNKNOWN_TIER
+            return Drafting.ALL
+        self.wanted = self._num_wanted(self._pace, requests)
+        if not self.wanted:
+            return Drafting.NONE
+        return Drafting.ALL if self.wanted == len(requests) * (1 + self.max_drafts) else Drafting.SOME
+
+    def _num_wanted(self, pace: Pace, requests: Sequence[Request]) -> int:
+        """Tokens that this rank would verify: 0 where drafting does not pay."""
+        if not requests:
             return 0
+        # The peer's rows are those of the last step: what it has now, this vote is to tell as much as to hear.
+        most_rows = max(len(requests), *self._num_rows)
+        chances = [_chances(request) for request in requests]
         kept = self._step.layout if self._step is not None else None
-        costs = PairCosts(self._pace, most_rows, self.max_drafts, self._captured, kept)
+        costs = PairCosts(pace, most_rows, self.max_drafts, self._captured, kept)
         num_drafts = plan_budget(costs, chances, self.max_drafts)
-        match self._pace.trial(most_rows, self._tokens_per_row):
+        # What was last known of a row is a better guess of what all its drafts bring than none.
+        known = [request.survival for request in requests]
+        gains = [self.max_drafts if block is None else sum(block[: self.max_drafts]) for block in known]
+        match pace.trial(most_rows, 1 + sum(gains) / len(gains)):
             case Layout.PLAIN:
                 return 0
             case Layout.ALL:
-                return len(chances) * (1 + self.max_drafts)
-        return len(chances) + num_drafts if num_drafts else 0
+                return len(requests) * (1 + self.max_drafts)
+        return len(requests) + num_drafts if num_drafts else 0
+
+    def learn(self, step_ns: int) -> None:
+        """Take in what the last tick's step took, as both ranks have agreed: called once a tick, before `settle`.
+
+        step_ns: 0 where it was no decode step.
+        """
+        if self._pace is not None and self._step is not None and step_ns:
+            is_first = self._before is not None and self._before.layout is not self._step.layout
+            self._pace.learn(self._step, step_ns / 1e9, is_first=is_first)
+        self._before, self._step = self._step, None
+
+    def settle(self, num_rows: tuple[int, int], drafting: Drafting) -> Speculation | None:
+        """The layout of a decode step that needs no exchange: without drafts, or with all of them."""
+        is_plain = self.is_compact and drafting is Drafting.NONE
+        return self._begin(num_rows, None if is_plain else self.all_drafts(num_rows))
+
+    def _begin(self, num_rows: tuple[int, int], speculation: Speculation | None) -> Speculation | None:
+        """Note a decode step that is agreed on."""
+        self._num_rows, self._step = num_rows, Served.of(speculation, num_rows)
+        return speculation
 
     def all_drafts(self, num_rows: tuple[int, int]) -> Speculation | None:
         """The layout that needs no exchange. num_rows: decode rows, in rank order."""
@@ -92,24 +108,11 @@ class SpeculationPlanner:
         width = 1 + self.max_drafts
         return Speculation(self.max_drafts, (num_rows[0] * width, num_rows[1] * width))
 
-    def agree(self, num_rows: tuple[int, int], votes: tuple[TierVote, TierVote]) -> Speculation | None:
-        """The layout of a step by both ranks' votes, in rank order; None where neither wants to draft.
-
-        Takes in what the step before took: the longer of both times. Raises PeerError.
-        """
-        speculation = self.compact(num_rows, (votes[0].wanted, votes[1].wanted))
-        if self._pace is not None and self._step is not None:
-            times = [vote.step_ns for vote in votes]
-            self._pace.learn(self._step, max(times) / 1e9 if min(times) > 0 else 0.0)
-        self._step = Served.of(speculation, num_rows)
-        self._tokens_per_row = sum(vote.gain_millionths for vote in votes) / 1e6 / max(1, sum(num_rows))
-        return speculation
-
     def compact(self, num_rows: tuple[int, int], wanted: tuple[int, int]) -> Speculation | None:
         """The layout that both ranks make of what they want; None where neither wants to draft. Raises PeerError."""
         tier = agree_tier(wanted, self._tiers)
         if not tier:
-            return None
+            return self._begin(num_rows, None)
         most = [rows * (1 + self.max_drafts) for rows in num_rows]
         # A rank that would not draft does so for its peer's sake, and verifies none of it, unless a graph takes as long
         # for drafts as for padding.
@@ -119,7 +122,7 @@ class SpeculationPlanner:
         ]
         room = next((tier for tier in self._captured if tier >= max(asked)), 0)
         asked = [max(count, min(room, all_of)) for count, all_of in zip(asked, most, strict=True)]
-        return Speculation(self.max_drafts, (asked[0], asked[1]), is_compact=asked != most)
+        return self._begin(num_rows, Speculation(self.max_drafts, (asked[0], asked[1]), is_compact=asked != most))
 
 
 def _chances(request: Request) -> tuple[float, ...] | None:

@@ -13,6 +13,7 @@ from dsparkd.executor.plan import StepKind
 from dsparkd.scheduler.agreement import (
     IDLE_VOTE,
     Agreement,
+    Drafting,
     Intent,
     Payload,
     PlanExtra,
@@ -210,7 +211,40 @@ def test_the_tier_channel_is_a_function_of_agreed_values(compact: bool) -> None:
         mirrored = agree(payload(*work1), payload(*work0))
         used = exchanges_tier(got, compact_verify=compact)
         assert used == exchanges_tier(mirrored, compact_verify=compact)
-        assert used == (compact and got.kind is StepKind.DECODE)
+        assert not used, "nobody leaves some drafts out"
+        for wants in itertools.product(Drafting, repeat=2):
+            both = [
+                each._replace(extra=each.extra._replace(drafting=want))
+                for each, want in zip((payload(*work0), payload(*work1)), wants, strict=True)
+            ]
+            got = agree(*both)
+            assert exchanges_tier(got, compact_verify=compact) == exchanges_tier(
+                agree(*both[::-1]), compact_verify=compact
+            )
+            heard = {want for want, (_, rows) in zip(wants, (work0, work1), strict=True) if rows}
+            is_needed = len(heard) == 2 or heard == {Drafting.SOME}
+            assert exchanges_tier(got, compact_verify=compact) == (
+                compact and got.kind is StepKind.DECODE and is_needed
+            )
+            assert got.drafting == (Drafting.SOME if is_needed else max(heard, default=Drafting.NONE))
+
+
+@pytest.mark.parametrize("wrong", [{"drafting": 3}, {"drafting": -1}, {"step_ns": -1}])
+def test_a_vote_on_drafts_that_is_none_fails_the_pair(wrong: dict[str, int]) -> None:
+    """Both ranks would make other layouts of it."""
+    odd = payload(*WORKLOADS[0])
+    odd = odd._replace(extra=odd.extra._replace(**wrong))
+    with pytest.raises(PeerError, match="rank 1"):
+        agree(payload(*WORKLOADS[0]), odd)
+
+
+def test_a_step_took_what_it_took_for_the_slower_rank() -> None:
+    """Ranks that learn of different times would plan differently."""
+    both = [
+        each._replace(extra=each.extra._replace(step_ns=taken))
+        for each, taken in zip((payload(*WORKLOADS[0]), payload(*WORKLOADS[0])), (7, 9), strict=True)
+    ]
+    assert agree(*both).step_ns == agree(*both[::-1]).step_ns == 9
 
 
 TIERS = (8, 32, 64)
@@ -290,4 +324,4 @@ def test_any_history_of_votes_keeps_two_ranks_in_step(
         if got.park:
             assert got.kind is StepKind.IDLE
             assert all(Intent.MAY_PARK in Intent(intent) for intent in intents)
-        assert exchanges_tier(got, compact_verify=True) == (got.kind is StepKind.DECODE)
+        assert not exchanges_tier(got, compact_verify=True)

@@ -56,8 +56,8 @@ FATES = ("accepted", "refused", "not_verified")
 
 @dataclass(frozen=True)
 class Steps:
-    """What the server says of decode steps of one layout on both ranks: how many another one followed at once, and the
-    mean time from one to the next."""
+    """What the server says of decode steps of one layout, of both ranks: how many, and their mean time, from a step's
+    agreement to the next vote."""
 
     layout: str
     count: int
@@ -353,7 +353,7 @@ def main(argv: list[str]) -> int:
         )
         return 0
     print(table_text(table))
-    print("decode steps that another one followed, and the time from one to the next; ticks; drafts; of both ranks:")
+    print("decode steps by what they verified, and their mean time; ticks; drafts; of both ranks:")
     for run in runs:
         print(steps_of(run))
     for name, (whole, decoding) in pairs.items():

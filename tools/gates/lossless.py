@@ -251,7 +251,7 @@ class Gate:
         return Server(merge(base, overrides))
 
     def _costs(self, directory: Path) -> Path:
-        """A cost table by which likely drafts pay and others do not: a token costs as much as a twentieth of a step.
+        """A cost table by which likely drafts pay and others do not: a token costs as much as a fifth of a step.
 
         A plain step of one row takes about what a real one does, beside which these times are held.
         """
@@ -268,7 +268,7 @@ class Gate:
             ),
             rows=rows,
             widths=widths,
-            verify_s=tuple(tuple(plain_s * (1 + 0.05 * count * width) for width in widths) for count in rows),
+            verify_s=tuple(tuple(plain_s * (1 + 0.2 * count * width) for width in widths) for count in rows),
             draft_s=(0.1 * plain_s, 0.1 * plain_s),
         )
         path = directory / "costs.json"
