@@ -193,7 +193,10 @@ SCHEDULER_PHASE_SECONDS = _family(
     phase=_PHASES,
 )
 SCHEDULER_PHASE_CALLS = _family(
-    "scheduler_phase_calls_total", "counter", "Times that each phase of the loop ran.", phase=_PHASES
+    "scheduler_phase_calls_total",
+    "counter",
+    "Laps of each phase of the loop; launch has two in a tick with a step: launching, and waiting for results.",
+    phase=_PHASES,
 )
 SCHEDULER_PHASE_MAX = _family(
     "scheduler_phase_max_seconds",
