@@ -27,7 +27,7 @@ from transformers import DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 
 from dsparkd.kernels.indexer import Visible
-from dsparkd.kernels.router import Routes
+from dsparkd.kernels.router import Routes, pack
 from dsparkd.kv.geometry import CSA_RATIO, PoolSizes
 from dsparkd.model.indexer import Indexer, IndexQuery
 from dsparkd.model.moe import MoE
@@ -130,18 +130,22 @@ class ChoiceHook:
 
 
 class RouteRecorder:
-    """Remembers the experts that one router of ours chose in a pass: [T, k], padding included."""
+    """In place of one router of ours: remembers the experts that it chose in a pass, [T, k], padding included."""
 
     def __init__(self, moe: MoE) -> None:
         self.expert_ids = torch.empty(0)
         self._route = moe._route
-        vars(moe)["_route"] = self.route
+        vars(moe)["_route"] = self
 
-    def route(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
-        """See kernels.router."""
+    def __call__(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
+        """See RouterKernel."""
         routes = self._route(logits, input_ids, num_live)
         self.expert_ids = routes.expert_ids.long()
         return routes
+
+    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
+        """See RouterKernel."""
+        return pack(x, self(logits, input_ids, num_live))
 
 
 class RouteHook:
