@@ -95,7 +95,7 @@ IN_PART = {
     "L-33": "the stages of VMM and host pools do not exist yet",
     "L-41": "its 2 ms pause is a figure, not a test",
     "C-01": "the keys that exist",
-    "B-1": "there is no overlap yet: proven is that an idle rank vetoes nothing",
+    "B-1": "two batches of a prefill do not overlap yet: proven is that an idle rank vetoes nothing",
 }
 LEFT_OUT: dict[str, str] = {}
 
