@@ -10,6 +10,7 @@ the transfers between the two are missing, which every figure says.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -365,7 +367,7 @@ def profile_all(request: Request, bench: Bench, device: torch.device) -> None:
 
 
 def profiled(run: Callable[[], None], device: torch.device, meet: Callable[[], None]) -> dict[str, object]:
-    """Run a step a few times under the profiler: milliseconds a step by part and by kernel, and while any kernel ran.
+    """Run a step a few times under the profiler: milliseconds a step by part and by kernel, and of all together.
 
     On the cpu operators take the place of kernels. meet: waits for the peer, whose profiler may take longer to begin.
     """
@@ -377,34 +379,40 @@ def profiled(run: Callable[[], None], device: torch.device, meet: Callable[[], N
             run()
         if is_cuda:
             torch.cuda.synchronize()
-    spent: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    spans: list[tuple[float, float]] = []
+    spans: list[Span] = []
     for event in profiler.events():
         if is_cuda and event.device_type.name != "CUDA":
             continue
-        us = float(event.time_range.elapsed_us() if is_cuda else event.self_cpu_time_total)
-        spent[event.name] += us / PROFILED_STEPS / 1e3
         calls[event.name] += 1
-        spans.append((float(event.time_range.start), float(event.time_range.end)))
+        if is_cuda:
+            spans.append(Span(float(event.time_range.start), float(event.time_range.end), event.name))
+        else:
+            spans.append(Span(0.0, float(event.self_cpu_time_total), event.name))
+    spent: Mapping[str, float] = own_times(spans) if is_cuda else summed(spans)
     parts: dict[str, float] = defaultdict(float)
     part_calls: dict[str, int] = defaultdict(int)
     modules = kernel_modules()
-    for name, ms in spent.items():
+    for name, us in spent.items():
         part = part_of(name, modules)
-        parts[part] += ms
+        parts[part] += us
         part_calls[part] += calls[name]
     return {
-        "busy_ms": round(covered(spans) / PROFILED_STEPS / 1e3, 3),
+        "busy_ms": _ms(sum(spent.values())),
         "parts": {
-            part: {"ms": round(ms, 3), "launches": part_calls[part] // PROFILED_STEPS}
-            for part, ms in sorted(parts.items(), key=lambda item: -item[1])
+            part: {"ms": _ms(us), "launches": part_calls[part] // PROFILED_STEPS}
+            for part, us in sorted(parts.items(), key=lambda item: -item[1])
         },
         "kernels": {
-            name[:80]: {"ms": round(ms, 3), "launches": calls[name] // PROFILED_STEPS}
-            for name, ms in sorted(spent.items(), key=lambda item: -item[1])[:TOP_KERNELS]
+            name[:80]: {"ms": _ms(us), "launches": calls[name] // PROFILED_STEPS}
+            for name, us in sorted(spent.items(), key=lambda item: -item[1])[:TOP_KERNELS]
         },
     }
+
+
+def _ms(us: float) -> float:
+    """Milliseconds of one step, of what all profiled ones took."""
+    return round(us / PROFILED_STEPS / 1e3, 3)
 
 
 def part_of(name: str, modules: Mapping[str, str]) -> str:
@@ -423,12 +431,45 @@ def kernel_modules() -> dict[str, str]:
     }
 
 
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+class Span(NamedTuple):
+    """When a kernel ran, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+def own_times(spans: Sequence[Span]) -> dict[str, float]:
+    """Time by name, each moment counted once: that of several kernels which ends first has it.
+
+    A kernel that is launched early is there while it waits for the one before it, and that one ends first.
+    """
+    own: dict[str, float] = defaultdict(float)
+    running: list[tuple[float, str]] = []  # a heap by end
+    now = float("-inf")
+
+    def go_on(until: float) -> None:
+        nonlocal now
+        while running and now < until:
+            end, name = running[0]
+            if end <= until:
+                heapq.heappop(running)
+            own[name] += max(0.0, min(end, until) - now)
+            now = max(now, min(end, until))
+
+    for span in sorted(spans):
+        go_on(span.start)
+        now = max(now, span.start)
+        heapq.heappush(running, (span.end, span.name))
+    go_on(float("inf"))
+    return own
+
+
+def summed(spans: Sequence[Span]) -> dict[str, float]:
+    """Time by name, all of it."""
+    total: dict[str, float] = defaultdict(float)
+    for span in spans:
+        total[span.name] += span.end - span.start
     return total
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from dsparkd.model.moe import unpack
 from tests.model.values import small_values
 from tools import flash_files, geometry_rank
 from tools.bench import geometry
-from tools.geometry_rank import Reflected, covered, kernel_modules, part_of
+from tools.geometry_rank import Reflected, Span, kernel_modules, own_times, part_of
 from tools.harness import ROOT, merge, to_toml
 from tools.roofline import Roofline
 
@@ -140,11 +139,19 @@ def test_noise_spares_what_padding_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spans", "length"), [([], 0.0), ([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)], 4.0), ([(0.0, 9.0), (1.0, 2.0)], 9.0)]
-)
-def test_overlapping_kernels_are_counted_once(spans: Sequence[tuple[float, float]], length: float) -> None:
-    """Kernels of two streams would otherwise be busy for longer than the step."""
-    assert covered(spans) == length
+    ("spans", "times"),
+    [
+        ([], {}),
+        ([Span(0.0, 2.0, "a"), Span(1.0, 3.0, "b"), Span(5.0, 6.0, "a")], {"a": 3.0, "b": 1.0}),
+        ([Span(0.0, 9.0, "long"), Span(1.0, 2.0, "short")], {"long": 8.0, "short": 1.0}),
+        ([Span(0.0, 4.0, "first"), Span(1.0, 6.0, "waits"), Span(2.0, 7.0, "waits for it")],
+         {"first": 4.0, "waits": 2.0, "waits for it": 1.0}),
+        ([Span(0.0, 3.0, "a"), Span(0.0, 3.0, "b")], {"a": 3.0, "b": 0.0}),
+    ],
+)  # fmt: skip
+def test_each_moment_belongs_to_the_kernel_that_the_others_wait_for(spans: list[Span], times: dict[str, float]) -> None:
+    """A kernel that is launched early waits beside its predecessor: both together would be longer than the step."""
+    assert own_times(spans) == times
 
 
 @pytest.mark.parametrize(
