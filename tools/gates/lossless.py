@@ -54,7 +54,9 @@ LEAST_P = 1e-3
 TINY_CONTEXT = 1024
 MAX_ROWS = 32
 GROWING = 64
+# Seconds that a plain step of one row takes, about; two ranks on one GPU replay no graphs.
 PLAIN_S = {"cpu": 1e-2, "cuda": 1e-3}
+PLAIN_SHARED_S = 3e-2
 TEMPERATURES = (0.0, 0.7, 1.0)
 SAMPLING: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -253,9 +255,9 @@ class Gate:
     def _costs(self, directory: Path) -> Path:
         """A cost table by which likely drafts pay and others do not: a token costs as much as a fifth of a step.
 
-        A plain step of one row takes about what a real one does, beside which these times are held.
+        A plain step takes about what a real one does: planners hold the table beside the times of those.
         """
-        plain_s = PLAIN_S[self._placed.device]
+        plain_s = PLAIN_SHARED_S if self._placed.shares_device else PLAIN_S[self._placed.device]
         rows, widths = (1, MAX_ROWS), tuple(range(1, self._gamma + 2))
         table = CostTable(
             version=costs.VERSION,
