@@ -26,6 +26,7 @@ from dsparkd.kernels.cuda.tile import (
     blocks_of,
     in_pieces,
     input_tile,
+    is_turned,
     packed_tile,
     turn,
     turned_place,
@@ -58,8 +59,8 @@ class TritonExperts:
         self._format, self._width = w13.format, w13.shape[1]
         self._w13, self._w2 = in_pieces(w13, 2 * self._num_experts), in_pieces(w2, self._num_experts)
         self._expert_width = shard.w2[0].shape[1]
-        # Activations come to lie in the order in which packed weights are multiplied.
-        self._is_hidden_turned = self._format is not Format.DENSE and self._expert_width % FP8_GROUP == 0
+        # Activations come to lie in the order in which the second product takes them.
+        self._is_hidden_turned = is_turned(self._format) and self._expert_width % FP8_GROUP == 0
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel."""
@@ -107,8 +108,9 @@ class TritonExperts:
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
         width, is_packed = self._expert_width, self._format is not Format.DENSE
-        is_turned = is_packed and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
-        if is_turned:
+        in_turns = is_turned(self._format)
+        turned = in_turns and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
+        if turned:
             x = turn(x)
         # Tiles of 128 outputs or more of a packed weight have as many of each half.
         is_joined = is_packed and tiles.outputs > 64
@@ -128,7 +130,7 @@ class TritonExperts:
             IN_PLACE=layout.is_in_place,
             WIDTH=x.shape[1],
             EXPERT_WIDTH=width,
-            TURN=is_packed and not is_turned,
+            TURN=in_turns and not turned,
             HIDDEN_TURNED=self._is_hidden_turned,
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
@@ -161,7 +163,7 @@ class TritonExperts:
             IN_PLACE=layout.is_in_place,
             WIDTH=width,
             EXPERT_WIDTH=hidden.shape[1],
-            TURN=self._format is not Format.DENSE and not self._is_hidden_turned,
+            TURN=is_turned(self._format) and not self._is_hidden_turned,
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),

@@ -24,6 +24,7 @@ from dsparkd.kernels.cuda.tile import (
     Tiles,
     in_pieces,
     input_tile,
+    is_turned,
     turn,
     turned_tile,
     weight_tile,
@@ -85,9 +86,9 @@ class TritonLinear:
         if spread is None:
             spread = self._is_spread(M, tiles)
         programs = self._count_programs(M, tiles)
-        is_packed = self._format is not Format.DENSE
+        in_turns = is_turned(self._format)
         # Held inputs are turned in registers, others before the product, where their rows are many.
-        turned = is_packed and not tiles.held and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
+        turned = in_turns and not tiles.held and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
         if turned:
             x = turn(x)
         parts = out  # not touched where a program has all splits
@@ -105,7 +106,7 @@ class TritonLinear:
             INPUTS=I,
             SPLITS=self._splits,
             SPREAD=spread,
-            TURN=is_packed and not turned,
+            TURN=in_turns and not turned,
             HELD=tiles.held,
             GROUPS=self._groups,
             FORMAT=FORMAT_CODES[self._format],

@@ -14,11 +14,11 @@ four codes' bits (FP4) or two's (FP8), by letters of the pairs, s sign, e expone
                                                                right by 3, its sign left by 1
     FP8: As Bs Be Be  Be Ae Ae Ae  Ae Am Am Am  Be Bm Bm Bm    A in place; B in three pieces
 
-The matrix unit gives each thread t of four the columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every sixteen. Tiles of packed
-weights have their columns in another order, in which those of a thread are 32 that lie side by side: it loads 16 codes
-of four bits, or 8 of eight, at once, and they share a scale. Of every 128 columns 32 t + 4 j + 2 h + i comes to place
-16 j + 8 h + 2 t + i (j below 8, t below 4, h and i below 2), and inputs are taken in the same order. So the sums of
-packed and dense weights differ in their order.
+The matrix unit gives each thread t of four the columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every sixteen: of 128 columns
+32. FP8 codes of these lie side by side, as one scale is that of all 128. FP4 has a scale for every 32 columns, so its
+tiles have their columns in another order, in which those of a thread are 32 neighbours that share one: of every 128
+columns 32 t + 4 j + 2 h + i comes to place 16 j + 8 h + 2 t + i (j below 8, t below 4, h and i below 2), and inputs are
+taken in the same order, turned. So the sums of FP4 and dense weights differ in their order.
 
 Packed weights lie in pieces of 64 rows and 128 columns, of which each of four warps multiplies 16 rows: thread t of
 every four has rows r and 8 + r of them (r below 8). A piece has what is loaded at once side by side, 16 bytes a thread,
@@ -64,6 +64,11 @@ class Tiles:
 TURNED_COLUMNS = 1024  # of one program that turns them
 REGROUPED = 4096  # words of one program
 FORMAT_CODES = {Format.DENSE: 0, Format.FP8: 1, Format.FP4: 2}  # what kernels are compiled for
+
+
+def is_turned(form: Format) -> bool:
+    """Whether a weight's tiles have their columns in another order, in which inputs must come."""
+    return form is Format.FP4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -173,7 +178,7 @@ def input_tile(  # type: ignore[no-untyped-def]
 ):
     """Columns k .. k + BLOCK_K of rows, which begin at these pointers [M], zeros where there are none -> [M, BLOCK_K].
 
-    TURN: in the order of a packed weight's tile. EVEN: all columns are there.
+    TURN: in the order of an FP4 weight's tile. EVEN: all columns are there.
     """
     columns = input_columns(k, TURN, BLOCK_K)
     mask = rows_ok[:, None] if EVEN else rows_ok[:, None] & (columns[None, :] < width)
@@ -182,7 +187,7 @@ def input_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def input_columns(k, TURNED: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns k .. k + BLOCK_K; TURNED: in the order of a packed weight's tile."""
+    """Columns k .. k + BLOCK_K; TURNED: in the order of an FP4 weight's tile."""
     p = tl.arange(0, BLOCK_K)
     if TURNED:
         own = p // 128 * 128 + p % 8 // 2 * 32 + p % 128 // 16 * 4 + p % 16 // 8 * 2 + p % 2
@@ -193,7 +198,7 @@ def input_columns(k, TURNED: tl.constexpr, BLOCK_K: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def turned_tile(rows, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows [M, 128] in the order of a packed weight's tile."""
+    """Rows [M, 128] in the order of an FP4 weight's tile."""
     parts = tl.permute(tl.reshape(rows, (BLOCK_M, 4, 8, 2, 2)), (0, 2, 3, 1, 4))  # [t, j, h, i] to [j, h, t, i]
     return tl.reshape(parts, (BLOCK_M, 128))
 
@@ -205,7 +210,7 @@ def turned_place(column):  # type: ignore[no-untyped-def]
 
 
 def turn(x: Tensor) -> Tensor:
-    """Copy x [M, n], contiguous, with every 128 columns in the order of a packed weight's tile; n is a multiple."""
+    """Copy x [M, n], contiguous, with every 128 columns in the order of an FP4 weight's tile; n is a multiple."""
     num_rows, width = x.shape
     turned = torch.empty_like(x)
     block = math.gcd(TURNED_COLUMNS, width)
@@ -216,10 +221,9 @@ def turn(x: Tensor) -> Tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(x, turned, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     follow()
-    row = tl.program_id(0).to(tl.int64) * WIDTH
-    start = tl.program_id(1) * BLOCK
-    own = tl.load(x + row + input_columns(start, True, BLOCK))
-    tl.store(turned + row + start + tl.arange(0, BLOCK), own)
+    places = tl.program_id(0).to(tl.int64) * WIDTH + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.reshape(tl.load(x + places), (BLOCK // 128, 128))
+    tl.store(turned + places, tl.reshape(turned_tile(own, BLOCK // 128), (BLOCK,)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -337,12 +341,13 @@ def in_pieces(weight: Weight, sections: int = 1) -> tuple[Tensor, Tensor]:
         return weight.values, weight.values  # scales of dense ones are never read
     (outputs, width), fp8 = weight.shape, weight.format is Format.FP8
     height, code = outputs // sections, FORMAT_CODES[weight.format]
-    words, steps, rows = weight.values.view(torch.int32), triton.cdiv(width, 128), sections * triton.cdiv(height, 128)
-    pieces = words.new_empty((2 * rows, steps * (2048 if fp8 else 1024)))
-    scales = words.new_empty((2 * rows, (steps + 1) // 2 * (32 if fp8 else 128)))
-    shape = height, words.shape[1], weight.scales.shape[1], 2 * triton.cdiv(height, 128), steps
+    steps, rows = triton.cdiv(width, 128), sections * triton.cdiv(height, 128)
+    runs = weight.values.view(torch.int16 if fp8 else torch.int32)  # codes that come to lie side by side
+    pieces = weight.values.new_empty((2 * rows, steps * (2048 if fp8 else 1024)), dtype=torch.int32)
+    scales = pieces.new_empty((2 * rows, (steps + 1) // 2 * (32 if fp8 else 128)))
+    shape = height, runs.shape[1], weight.scales.shape[1], 2 * triton.cdiv(height, 128), steps
     _order_words[(triton.cdiv(pieces.numel(), REGROUPED),)](
-        words, pieces, pieces.numel(), *shape, FORMAT=code, BLOCK=REGROUPED
+        runs, pieces, pieces.numel(), *shape, FORMAT=code, BLOCK=REGROUPED
     )
     _order_scales[(triton.cdiv(scales.numel(), REGROUPED // 4),)](
         weight.scales, scales, scales.numel(), *shape, FORMAT=code, BLOCK=REGROUPED // 4
@@ -350,30 +355,34 @@ def in_pieces(weight: Weight, sections: int = 1) -> tuple[Tensor, Tensor]:
     return pieces, scales
 
 
-@triton.jit(do_not_specialize=["size", "height", "row_words", "row_scales", "blocks", "steps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["size", "height", "row_runs", "row_scales", "blocks", "steps"])  # type: ignore[untyped-decorator]
 def _order_words(  # type: ignore[no-untyped-def]
-    words, pieces, size, height, row_words, row_scales, blocks, steps, FORMAT: tl.constexpr, BLOCK: tl.constexpr
+    runs, pieces, size, height, row_runs, row_scales, blocks, steps, FORMAT: tl.constexpr, BLOCK: tl.constexpr
 ):
     SIZE: tl.constexpr = 2048 if FORMAT == 1 else 1024
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     piece, rest = index // SIZE, (index % SIZE).to(tl.int32)
     row = piece // steps % blocks * 64 + rest // 128 % 4 * 16 + rest // (SIZE // 2) * 8 + rest // 16 % 8
-    column = rest // 4 % 4 * (SIZE // 256) + rest % 4 + piece % steps * (SIZE // 64)
-    if FORMAT == 1:
-        column += rest // 512 % 2 * 4
-    own = (index < size) & (row < height) & (column < row_words)
     section = piece // (steps * blocks)
-    word = tl.load(words + (section * height + row) * row_words + column, mask=own, other=0)
-    if FORMAT == 1:
+    own = (index < size) & (row < height)
+    begin = (section * height + row) * row_runs
+    quarter = rest // 4 % 4  # t of the columns
+    if FORMAT == 1:  # two codes a run, 8 columns apart
+        run = piece % steps * 64 + (rest // 512 % 2 * 4 + rest % 4) * 8 + quarter
+        low = tl.load(runs + begin + run, mask=own & (run < row_runs), other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(runs + begin + run + 4, mask=own & (run + 4 < row_runs), other=0).to(tl.int32)
+        word = low | (high << 16)
         ordered = _fp8_half(word, 0) | (_fp8_half(word, 8) << 16)
     else:
+        run = piece % steps * 16 + quarter * 4 + rest % 4
+        word = tl.load(runs + begin + run, mask=own & (run < row_runs), other=0)
         ordered = _fp4_half(word, 0) | (_fp4_half(word, 4) << 16)
     tl.store(pieces + index, ordered, mask=index < size)
 
 
-@triton.jit(do_not_specialize=["size", "height", "row_words", "row_scales", "blocks", "steps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["size", "height", "row_runs", "row_scales", "blocks", "steps"])  # type: ignore[untyped-decorator]
 def _order_scales(  # type: ignore[no-untyped-def]
-    scales, ordered, size, height, row_words, row_scales, blocks, steps, FORMAT: tl.constexpr, BLOCK: tl.constexpr
+    scales, ordered, size, height, row_runs, row_scales, blocks, steps, FORMAT: tl.constexpr, BLOCK: tl.constexpr
 ):
     SIZE: tl.constexpr = 32 if FORMAT == 1 else 128
     GROUPS: tl.constexpr = 1 if FORMAT == 1 else 4  # of a piece's columns

@@ -36,14 +36,21 @@ def test_packed_weights_have_the_values_of_dense_ones(device: torch.device, form
 
 
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
-def test_inputs_turned_before_and_in_the_product_give_the_same_bits(device: torch.device, form: Format) -> None:
-    """The tiles that rows ask for decide which of both it is."""
+def test_tiles_of_any_shape_give_the_same_bits(device: torch.device, form: Format) -> None:
+    """Inputs of FP4 weights are turned before the product or in it, as the tiles that rows ask for decide."""
     weight, x = random_weight(form, 64, 256, 3, device), noise(device, 140, 256)
     assert [tiles.held or tiles.rows < TURNED_ROWS for tiles in tiles_of(form, x.dtype)] == [True, True, True, False]
     kernel = TritonLinear(weight, wide=True)
     whole = kernel._product(x, tiles_of(form, x.dtype)[-1])
     for tiles in tiles_of(form, x.dtype):
         assert torch.equal(kernel._product(x[:70], tiles), whole[:70])
+
+
+def test_fp8_values_are_added_in_the_order_of_dense_ones(device: torch.device) -> None:
+    """Their codes lie as the matrix unit wants them, so inputs need no other order: bits as of the dense weight."""
+    weight, x = random_weight(Format.FP8, 70, 256, 3, device), noise(device, 21, 256)
+    plain = dense(decode(weight, torch.bfloat16))
+    assert torch.equal(TritonLinear(weight, wide=True)(x), TritonLinear(plain, wide=True)(x))
 
 
 def test_a_wide_product_is_not_rounded(device: torch.device) -> None:
