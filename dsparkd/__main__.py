@@ -202,6 +202,7 @@ def _pool_rows(geometry: KVGeometry, sizes: PoolSizes) -> list[tuple[str, str, s
     pools = (
         (f"kv pages of {geometry.page_tokens} tokens", sizes.num_pages, geometry.page_bytes),
         ("rings of running sequences", sizes.num_slots, geometry.slot_bytes),
+        ("rings of page ends in a chunk", sizes.num_inner_slots, geometry.inner_slot_bytes),
         ("boundary snapshots", sizes.num_snapshots, geometry.snapshot_bytes),
     )
     return [(name, str(count), f"{each} B", count * each) for name, count, each in pools]

@@ -83,7 +83,7 @@ class DraftDesk:
         if store is None:
             raise InvariantError("a step without a place for its context keys")
         num_rows, positions = store.src.shape[0], inputs.positions
-        if num_rows < len(taps):  # else each token is kept, in its place
+        if not store.in_order:
             src = torch.nn.functional.pad(store.src, (0, pad_rows(num_rows) - num_rows))
             taps, positions = taps.index_select(0, src), positions.index_select(0, src)
         keys = self._drafter.context_keys(taps, positions)

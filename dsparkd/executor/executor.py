@@ -180,7 +180,7 @@ class Executor:
         geometry, sizes = self._pool.geometry, self.sizes
         return {
             "pages": sizes.num_pages * geometry.page_bytes,
-            "slots": sizes.num_slots * geometry.slot_bytes,
+            "slots": sizes.num_slots * geometry.slot_bytes + sizes.num_inner_slots * geometry.inner_slot_bytes,
             "snapshots": sizes.num_snapshots * geometry.snapshot_bytes,
         }
 
@@ -222,9 +222,10 @@ class Executor:
             logits = self.graphs.verify(tier, step, lengths, blocks, before)
         else:
             logits = self._forward(step, counts, drafted, before)
-        # After the forward pass and before the next: the rings hold what the plan names.
+        # After the forward pass and before the next: the rings, and the inner slots', hold what the plan names.
         for save in step.snapshot_saves:
-            self._pool.save_snapshot(save.slot, save.snapshot, save.position)
+            rings = save.slot if save.inner_slot is None else save.inner_slot
+            self._pool.save_snapshot(rings, save.snapshot, save.position)
         self._pipeline.launched(slot)
         # The device computes meanwhile; a step without a grammar walks and masks nothing (D-14).
         self._pipeline.finish(slot)

@@ -69,12 +69,15 @@ class SlotStart:
 class SnapshotSave:
     """After the step: copy what a slot's rings hold of the positions before `position`, a page end, into a snapshot.
 
-    Of a step that drafts it is worth something only if the row is accepted up to there.
+    Of a step that drafts it is worth something only if the row is accepted up to there. inner_slot: of a position
+    inside the row's chunk, a page or more behind its start: the rings will have gone on, so these take what they hold
+    of the window before it; no two saves of a step have the same. None at the row's end.
     """
 
     slot: int
     snapshot: int
     position: int
+    inner_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ class VerifyShape:
                 csa=compressed.get(CSA_RATIO),
                 hca=compressed.get(HCA_RATIO),
             ),
-            draft_store=RingStore(self._tokens, words["draft.dst"]) if "draft.dst" in words else None,
+            draft_store=RingStore(self._tokens, words["draft.dst"], in_order=True) if "draft.dst" in words else None,
         )
 
     def _compressed(self, ratio: _Ratio, *, is_long: bool) -> CompressedMetadata:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan
 from dsparkd.executor.upload import upload
+from dsparkd.kernels.sources import Origin, sources
 from dsparkd.kernels.tiles import KEY_TILE, ROW_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO, KVGeometry
 from dsparkd.model.inputs import (
@@ -65,6 +66,16 @@ class Tokens:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """Page ends inside chunks [S], whose snapshots need rows over which the rings go on: of each its position, the row
+    of the plan that it lies in, and the slot whose rings take those rows."""
+
+    positions: Ints
+    rows: Ints
+    slots: Ints
+
+
 class Stager:
     """Builds the inputs of one rank's steps for one cache geometry and device."""
 
@@ -89,10 +100,12 @@ class Stager:
         tokens = lay_out(plan, pad_rows(plan.num_tokens) if num_padded is None else num_padded)
         input_ids = np.zeros(len(tokens.position), np.int64)
         input_ids[: tokens.num_tokens] = np.fromiter((i for row in plan.rows for i in row.input_ids), np.int64)
+        inner = self._inner(plan, tokens)
         logit_rows = _logit_rows(plan, tokens)
         padded_logits = np.zeros(pad_rows(len(logit_rows)), np.int64)
         padded_logits[: len(logit_rows)] = logit_rows
-        draft_ring = self._geometry.draft_ring_rows if self._geometry.num_draft_stages else 0
+        g = self._geometry
+        draft_ring = g.draft_ring_rows if g.num_draft_stages else 0
         return ForwardInputs(
             num_tokens=tokens.num_tokens,
             num_live=self._tensor(np.array([tokens.num_tokens], np.int64)),
@@ -100,9 +113,22 @@ class Stager:
             positions=self._tensor(tokens.position),
             logit_rows=self._tensor(padded_logits),
             num_logits=len(logit_rows),
-            attention=self._attention(plan, tokens),
-            draft_store=self._store(tokens, draft_ring) if draft_ring else None,
+            attention=self._attention(plan, tokens, inner),
+            draft_store=self._store(tokens, draft_ring, inner, g.window) if draft_ring else None,
         )
+
+    def _inner(self, plan: Plan, tokens: Tokens) -> Inner:
+        """Raises InvariantError for a page end that has not a window of its chunk's tokens before it."""
+        row_of = {row.slot: index for index, row in enumerate(plan.rows)}
+        found = [
+            (save.position, row_of[save.slot], save.inner_slot)
+            for save in plan.snapshot_saves
+            if save.inner_slot is not None
+        ]
+        positions, rows, slots = np.array(found, np.int64).reshape(-1, 3).T
+        if ((positions - self._geometry.window < tokens.starts[rows]) | (positions >= tokens.ends[rows])).any():
+            raise InvariantError(f"snapshots at {positions}, in chunks from {tokens.starts[rows]} on")
+        return Inner(positions, rows, slots)
 
     def _input_ids(self, known: Ints, tokens: Tokens, drafted: Drafted | None) -> Tensor:
         """Bring the ids that the host knows, and put the drafts in their places."""
@@ -126,7 +152,7 @@ class Stager:
         ids = before.index_select(0, self._tensor(picks))
         return input_ids.index_copy_(0, self._tensor(tokens.offsets[rows]), ids)
 
-    def _attention(self, plan: Plan, tokens: Tokens) -> AttentionMetadata:
+    def _attention(self, plan: Plan, tokens: Tokens, inner: Inner) -> AttentionMetadata:
         g = self._geometry
         csa_counts = (tokens.position + 1) // CSA_RATIO
         hca_counts = (tokens.position + 1) // HCA_RATIO
@@ -135,12 +161,12 @@ class Stager:
         cuts = self._cut_blocks(csa_counts[: tokens.num_tokens], hca_counts[: tokens.num_tokens])
         csa = hca = None
         if g.num_csa_layers:
-            csa = self._compressed(plan, tokens, CSA_RATIO, csa_counts, cuts)
+            csa = self._compressed(plan, tokens, CSA_RATIO, csa_counts, cuts, inner)
         if g.num_hca_layers:
-            hca = self._compressed(plan, tokens, HCA_RATIO, hca_counts, cuts)
+            hca = self._compressed(plan, tokens, HCA_RATIO, hca_counts, cuts, None)
         return AttentionMetadata(
             blocks=tuple(self._window_block(tokens, start, stop) for start, stop in cuts),
-            window_store=self._store(tokens, g.window_ring_rows),
+            window_store=self._store(tokens, g.window_ring_rows, inner, g.window),
             csa=csa,
             hca=hca,
         )
@@ -168,20 +194,27 @@ class Stager:
         window = self._geometry.window
         part = slice(start, stop)
         position = tokens.position[part]
-        wanted = position[:, None] + np.arange(1 - window, 1)  # [n, W]
-        sources = self._sources(
-            wanted,
+        origin = Origin(
             self._geometry.window_ring_rows,
-            tokens.slot[part, None],
-            tokens.start[part, None],
-            tokens.offset[part, None],
+            self._tensor(tokens.slot[part]),
+            self._tensor(tokens.start[part]),
+            self._tensor(tokens.offset[part]),
         )
         first = np.maximum(window - 1 - position, 0)
-        return WindowBlock(start, stop, sources, self._tensor(first), all_visible=not first.any())
+        # 128 numbers a token: the host would take as long for them as for all the rest, and the device waits for it.
+        wanted = sources(self._tensor(position), 1 - window, window, origin)  # [n, W]
+        return WindowBlock(start, stop, wanted, self._tensor(first), all_visible=not first.any())
 
     def _compressed(
-        self, plan: Plan, tokens: Tokens, ratio: int, counts: Ints, cuts: list[tuple[int, int]]
+        self,
+        plan: Plan,
+        tokens: Tokens,
+        ratio: int,
+        counts: Ints,
+        cuts: list[tuple[int, int]],
+        inner: Inner | None,
     ) -> CompressedMetadata:
+        """inner: None where no row of the ring outlives a page end."""
         g = self._geometry
         csa = ratio == CSA_RATIO
         ring = g.csa_ring_rows if csa else g.hca_ring_rows
@@ -193,7 +226,7 @@ class Stager:
         pick = closing_row[:, None]
         first = closing == 0
         return CompressedMetadata(
-            store=self._store(tokens, ring),
+            store=self._store(tokens, ring, inner, ratio),
             closing=self._sources(wanted, ring, tokens.slots[pick], tokens.starts[pick], tokens.offsets[pick]).view(-1),
             num_closing=len(closing),
             closing_positions=self._tensor(closing * ratio),
@@ -210,13 +243,20 @@ class Stager:
         in_ring = np.where(wanted < 0, 0, slot * ring + wanted % ring)
         return self._tensor(np.where(wanted >= start, start - offset - wanted - 1, in_ring))
 
-    def _store(self, tokens: Tokens, ring: int) -> RingStore:
-        """Keep the last `ring` tokens of each row."""
+    def _store(self, tokens: Tokens, ring: int, inner: Inner | None, num_before: int) -> RingStore:
+        """Keep the last `ring` tokens of each row, and so many before each page end inside a chunk."""
         n = tokens.num_tokens
         position = tokens.position[:n]
         src = np.flatnonzero(position >= tokens.ends[tokens.row[:n]] - ring)
         dst = tokens.slot[src] * ring + position[src] % ring
-        return RingStore(self._tensor(src), self._tensor(dst))
+        in_order = len(src) == len(tokens.position)
+        if inner is not None and len(inner.positions):
+            which, before = ranges(inner.positions - num_before, inner.positions)
+            row = inner.rows[which]
+            src = np.concatenate((src, tokens.offsets[row] + before - tokens.starts[row]))
+            dst = np.concatenate((dst, inner.slots[which] * ring + before % ring))
+            in_order = False
+        return RingStore(self._tensor(src), self._tensor(dst), in_order)
 
     def _tensor(self, array: Ints) -> Tensor:
         return upload(array, self._device)

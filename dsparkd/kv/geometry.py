@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dsparkd.config import Config
-from dsparkd.errors import ConfigError
+from dsparkd.errors import ConfigError, InvariantError
 from dsparkd.kernels import row_layout
 
 CSA_RATIO = 4  # tokens per compressed entry of a CSA layer; its entries overlap by one window
@@ -41,6 +41,8 @@ class KVGeometry:
     def __post_init__(self) -> None:
         if self.page_tokens <= 0 or self.page_tokens % HCA_RATIO:
             raise ConfigError("kv.page_tokens", self.page_tokens, f"use a multiple of {HCA_RATIO}")
+        if self.page_tokens < self.window:  # a snapshot inside a chunk is of the chunk's own rows
+            raise ConfigError("kv.page_tokens", self.page_tokens, f"use at least the model's window of {self.window}")
         index, step = self.index_head_dim, row_layout.INDEX_GROUP
         if self.is_packed and self.num_csa_layers and (index < step or index & (index - 1)):
             reason = f"index_head_dim {index} of the checkpoint is no power of two from {step} on"
@@ -119,6 +121,11 @@ class KVGeometry:
         return window + csa + hca + draft
 
     @property
+    def inner_slot_bytes(self) -> int:
+        """Bytes of the rings in which a step gathers one snapshot: an HCA ring holds nothing of a page end."""
+        return self.slot_bytes - self.num_hca_layers * self.hca_ring_rows * self.hca_row_width * ROW_BYTES
+
+    @property
     def snapshot_bytes(self) -> int:
         """Bytes of one boundary snapshot at a page end: window rows, draft keys, A halves of the last CSA window."""
         window = self.num_layers * self.window * self.key_bytes
@@ -133,37 +140,46 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """How many of each a pool has. Index 0 of pages and slots is the null one and counts here."""
+    """How many of each a pool has. Index 0 of pages and slots is the null one and counts here.
+
+    num_inner_slots: rings behind those of the slots, which no sequence has. A step gathers in each of them what a
+    snapshot at a page end inside a chunk keeps.
+    """
 
     num_pages: int
     num_slots: int
     num_snapshots: int
+    num_inner_slots: int = 0
 
     def device_bytes(self, geometry: KVGeometry) -> int:
         """Bytes of device memory that a pool of these sizes takes."""
         return (
             self.num_pages * geometry.page_bytes
             + self.num_slots * geometry.slot_bytes
+            + self.num_inner_slots * geometry.inner_slot_bytes
             + self.num_snapshots * geometry.snapshot_bytes
         )
 
 
-def fit_pool(geometry: KVGeometry, device_bytes: int, max_rows: int, snapshot_share: float) -> PoolSizes:
+def fit_pool(
+    geometry: KVGeometry, device_bytes: int, max_rows: int, snapshot_share: float, num_inner_slots: int = 0
+) -> PoolSizes:
     """Divide a budget in bytes: slots for max_rows first, then snapshot_share of the rest, then pages.
 
     Raises ConfigError naming kv.device_bytes when the slots and one page besides the null one do not fit.
     """
     num_slots = max_rows + 1
-    rest = device_bytes - num_slots * geometry.slot_bytes
+    rings = num_slots * geometry.slot_bytes + num_inner_slots * geometry.inner_slot_bytes
+    rest = device_bytes - rings
     num_snapshots = max(0, int(rest * snapshot_share)) // geometry.snapshot_bytes
     if geometry.page_bytes == 0:  # a model of sliding-window layers alone keeps nothing in pages: ids are free
         num_pages = max(0, rest - num_snapshots * geometry.snapshot_bytes) // geometry.page_tokens
     else:
         num_pages = (rest - num_snapshots * geometry.snapshot_bytes) // geometry.page_bytes
     if num_pages < 2:
-        needed = num_slots * geometry.slot_bytes + 2 * geometry.page_bytes
+        needed = rings + 2 * geometry.page_bytes
         raise ConfigError("kv.device_bytes", device_bytes, f"use at least {needed} bytes for {max_rows} rows")
-    return PoolSizes(num_pages=num_pages, num_slots=num_slots, num_snapshots=num_snapshots)
+    return PoolSizes(num_pages, num_slots, num_snapshots, num_inner_slots)
 
 
 def size_pool(geometry: KVGeometry, config: Config, budget_bytes: int) -> PoolSizes:
@@ -172,13 +188,17 @@ def size_pool(geometry: KVGeometry, config: Config, budget_bytes: int) -> PoolSi
     Raises ConfigError, naming the bytes that would do, unless a sequence of engine.max_context_tokens and one draft
     block beyond it fits.
     """
-    share = config.kv.snapshot_share
-    sizes = fit_pool(geometry, budget_bytes, config.scheduler.max_rows, share)
+    share, chunk_tokens = config.kv.snapshot_share, config.scheduler.chunk_tokens
+    if chunk_tokens is None:
+        raise InvariantError("resolve() gives scheduler.chunk_tokens a value")
+    # Page ends inside the chunks of one step: each has a page of its chunk's tokens before it.
+    num_inner_slots = chunk_tokens // geometry.page_tokens
+    sizes = fit_pool(geometry, budget_bytes, config.scheduler.max_rows, share, num_inner_slots)
     needed = geometry.num_pages_for(config.engine.max_context_tokens + geometry.gamma + 1)
     usable = sizes.num_pages - 1  # page 0 belongs to padding
     if needed > usable:
         page_bytes = math.ceil((needed + 1) * geometry.page_bytes / (1 - share)) + geometry.snapshot_bytes
-        enough = sizes.num_slots * geometry.slot_bytes + page_bytes
+        enough = sizes.num_slots * geometry.slot_bytes + num_inner_slots * geometry.inner_slot_bytes + page_bytes
         raise ConfigError(
             "kv.device_bytes",
             budget_bytes,

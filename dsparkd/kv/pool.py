@@ -18,7 +18,7 @@ class KVPool:
 
     Letters: R ring rows, P pages, N entries a page, d head width, i indexer width, w row width. Where the geometry is
     packed, window, entries and keys are uint8 rows of kernels/row_layout.py, each with its own scales: what copies,
-    evicts or retracts a row or a page moves its scales, too.
+    evicts or retracts a row or a page moves its scales, too. Inner slots are slots here, except in hca_rows.
       window       [layers, slots * R, d]      model dtype; row of position p of a slot: slot * R + p mod R
       csa_rows     [csa layers, slots * R, w]  float32; value halves (A main, A index, B main, B index), then gates
       hca_rows     [hca layers, slots * R, w]  float32; value, then gate
@@ -42,10 +42,11 @@ class KVPool:
         if g.is_packed:
             keys, key, index_key = torch.uint8, g.key_bytes, g.index_key_bytes
         slots, pages, snapshots = sizes.num_slots, sizes.num_pages, sizes.num_snapshots
-        self.window = zeros(g.num_layers, slots * g.window_ring_rows, key, keys)
-        self.csa_rows = zeros(g.num_csa_layers, slots * g.csa_ring_rows, g.csa_row_width, f32)
+        all_slots = slots + sizes.num_inner_slots
+        self.window = zeros(g.num_layers, all_slots * g.window_ring_rows, key, keys)
+        self.csa_rows = zeros(g.num_csa_layers, all_slots * g.csa_ring_rows, g.csa_row_width, f32)
         self.hca_rows = zeros(g.num_hca_layers, slots * g.hca_ring_rows, g.hca_row_width, f32)
-        self.draft_keys = zeros(g.num_draft_stages, slots * g.draft_ring_rows, g.head_dim, dtype)
+        self.draft_keys = zeros(g.num_draft_stages, all_slots * g.draft_ring_rows, g.head_dim, dtype)
         self.csa_entries = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, key, keys)
         self.csa_keys = zeros(g.num_csa_layers, pages * g.csa_entries_per_page, index_key, keys)
         self.hca_entries = zeros(g.num_hca_layers, pages * g.hca_entries_per_page, key, keys)
@@ -80,7 +81,7 @@ class KVPool:
             rings[:, slot * rows : (slot + 1) * rows] = 0
 
     def save_snapshot(self, slot: int, snapshot: int, position: int) -> None:
-        """Copy what resuming at `position`, a page end, needs besides the pages before it.
+        """Copy what resuming at `position`, a page end, needs besides the pages before it; slot: or an inner one.
 
         The rings still hold it until a row at position + gamma or later has been stored.
         """
@@ -112,7 +113,7 @@ class KVPool:
     def _boundary_rows(self, slot: int, snapshot: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Flat ring rows of the window before `position`, in layers and in draft stages, and of its last CSA window."""
         g = self.geometry
-        self._check(slot, self.sizes.num_slots, first=1, what="slot")
+        self._check(slot, self.sizes.num_slots + self.sizes.num_inner_slots, first=1, what="slot")
         self._check(snapshot, self.sizes.num_snapshots, first=0, what="snapshot")
         if position <= 0 or position % g.page_tokens:
             raise InvariantError(f"a snapshot at position {position} is not at the end of a {g.page_tokens}-token page")

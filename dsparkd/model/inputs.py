@@ -24,10 +24,11 @@ def nowhere(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RingStore:
-    """Tokens whose rows stay in a ring: src [K] token, dst [K] flat ring row."""
+    """Tokens whose rows stay in a ring: src [K] token, dst [K] flat ring row. in_order: src is 0..T-1, padding too."""
 
     src: Tensor
     dst: Tensor
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

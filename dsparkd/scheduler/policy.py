@@ -8,8 +8,8 @@ the oldest: a waiting request starts only with all its pages, and a running one 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from dsparkd.errors import InvariantError
@@ -99,17 +99,21 @@ class Planner:
         rows = proposal.decode_rows + (proposal.chunk_rows if runs_chunks else ())
         requests = [self._request(row) for row in rows]
         starts = tuple(request.pending_start for request in requests if request.pending_start is not None)
-        saves = []
         most = 0 if speculation is None else speculation.max_drafts
+        saves: list[SnapshotSave] = []
         for row, request in zip(rows, requests, strict=True):
-            position = row.start + len(row.input_ids) + most
-            # A window reaches over one page end at most (Limits); whether that one is accepted shows behind the step.
-            position -= position % self._limits.page_tokens if most else 0
-            if position <= row.start or not self._is_boundary(request, position):
-                continue
+            saves += self._saves(row, request, most)
+        return Plan(kind, rows, starts, _gathered(rows, saves, self._memory.first_inner_slot), speculation, replays)
+
+    def _saves(self, row: PlanRow, request: Request, most: int) -> list[SnapshotSave]:
+        """Snapshots of one row, by position; where there are not enough, the last are worth most."""
+        # A window reaches over one page end at most (Limits); whether that one is accepted shows behind the step.
+        positions = self._boundaries(request, row.start, row.start + len(row.input_ids) + most)
+        saves = []
+        for position in reversed(positions):
             if (snapshot := self._memory.tree.allocate_snapshot()) is not None:
-                saves.append(SnapshotSave(slot=row.slot, snapshot=snapshot, position=position))
-        return Plan(kind, rows, starts, tuple(saves), speculation, replays)
+                saves.append(SnapshotSave(row.slot, snapshot, position))
+        return saves[::-1]
 
     def _request(self, row: PlanRow) -> Request:
         request = self._queue.find(row.request_id)
@@ -203,19 +207,14 @@ class Planner:
             return False
         ids, page_tokens = request.ids, self._limits.page_tokens
         for running in self._queue.running(State.PREFILL):
-            stop = self._next_stop(running)
+            stop = next(iter(self._boundaries(running, running.num_computed, len(ids) - 1)), None)
             # The first page tells most strangers apart without a copy of both sequences.
-            if (
-                stop < len(ids)
-                and self._is_boundary(running, stop)
-                and ids[:page_tokens] == running.ids[:page_tokens]
-                and ids[:stop] == running.ids[:stop]
-            ):
+            if stop is not None and ids[:page_tokens] == running.ids[:page_tokens] and ids[:stop] == running.ids[:stop]:
                 return True
         return False
 
     def _chunk_size(self, request: Request, left: int, others_wait: bool) -> int:
-        """Tokens of one request's next chunk: up to the next boundary, the budget, and its fair share.
+        """Tokens of one request's next chunk: up to the next stop, the budget, and its fair share.
 
         A chunk that does not end its prompt ends at a page end, so every later chunk starts at one.
         """
@@ -230,27 +229,33 @@ class Planner:
     def _next_stop(self, request: Request) -> int:
         """The first position after num_computed where a chunk has to end."""
         limits, start = self._limits, request.num_computed
-        stops = [request.num_tokens]
-        if request.uses_prefix_cache:
-            stops += [request.branch_tokens, _last_page_end(request, limits.page_tokens)]
-            stops.append((start // limits.snapshot_tokens + 1) * limits.snapshot_tokens)
-        if request.wants_prompt_logits:
-            stops.append((start // limits.prompt_logit_tokens + 1) * limits.prompt_logit_tokens)
-        return min(stop for stop in stops if stop > start)
+        if not request.wants_prompt_logits:
+            return request.num_tokens
+        return min(request.num_tokens, (start // limits.prompt_logit_tokens + 1) * limits.prompt_logit_tokens)
 
-    def _is_boundary(self, request: Request, position: int) -> bool:
-        """Whether the rings are worth a snapshot when the sequence stands at position.
+    def _boundaries(self, request: Request, start: int, end: int) -> list[int]:
+        """Page ends in (start, end] at which the rings are worth a snapshot, in order.
 
         In a prefill: every snapshot_tokens, where other sequences part from this one, at the last page end that an
-        equal prompt can resume from, and at the prompt's own end if that is one. While decoding: at every page end.
+        equal prompt can resume from, and at the prompt's own end if that is one. While decoding: every page end.
         """
-        limits = self._limits
-        if not request.uses_prefix_cache or position % limits.page_tokens:
-            return False
+        page_tokens = self._limits.page_tokens
+        if not request.uses_prefix_cache:
+            return []
         if request.state is State.DECODE:
-            return True
-        ends = (request.branch_tokens, _last_page_end(request, limits.page_tokens), request.num_tokens)
-        return position in ends or position % limits.snapshot_tokens == 0
+            return list(range((start // page_tokens + 1) * page_tokens, end + 1, page_tokens))
+        step = self._limits.snapshot_tokens
+        found = {request.branch_tokens, _last_page_end(request, page_tokens), request.num_tokens}
+        found |= set(range((start // step + 1) * step, end + 1, step))
+        return sorted(position for position in found if start < position <= end and position % page_tokens == 0)
+
+
+def _gathered(rows: Sequence[PlanRow], saves: Sequence[SnapshotSave], first_slot: int) -> tuple[SnapshotSave, ...]:
+    """Give each save inside a chunk a slot to be gathered in, from first_slot on: each has a page of tokens of its own
+    before it, so as many as pages fit into a step's chunks are enough."""
+    ends = {row.slot: row.start + len(row.input_ids) for row in rows}
+    slots = itertools.count(first_slot)
+    return tuple(replace(save, inner_slot=next(slots)) if save.position < ends[save.slot] else save for save in saves)
 
 
 def _last_page_end(request: Request, page_tokens: int) -> int:

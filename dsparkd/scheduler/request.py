@@ -125,6 +125,7 @@ class Memory:
         """Take the pool's sizes: page 0 and slot 0 belong to padding and count in them."""
         self.pages = PageAllocator(num_pages)
         self.slots = IdAllocator(1, num_slots - 1)
+        self.first_inner_slot = num_slots  # those behind are nobody's: each step has them all for its snapshots
         self.snapshots = IdAllocator(0, num_snapshots)
         self.tree = PrefixTree(self.pages, self.snapshots, page_tokens)
         self.page_tokens = page_tokens

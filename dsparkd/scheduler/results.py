@@ -123,22 +123,23 @@ class Committer:
         """
         if len(output.rows) != len(plan.rows):
             raise InvariantError(f"{len(output.rows)} outputs for {len(plan.rows)} rows")
-        saves = {save.slot: save for save in plan.snapshot_saves}
+        saves: dict[int, list[SnapshotSave]] = {}
+        for save in plan.snapshot_saves:
+            saves.setdefault(save.slot, []).append(save)
         sampled: list[Sampled] = []
         num_dropped = 0
         if requests is None:
             requests = self.requests(plan)
         for row, produced, request in zip(plan.rows, output.rows, requests, strict=True):
-            save = saves.get(row.slot)
+            own_saves = saves.get(row.slot, [])
             if request.state is State.FINISHED:
                 num_dropped += 1
-                if save is not None:
+                for save in own_saves:
                     self._memory.tree.free_snapshot(save.snapshot)
                 continue
             self._require_place(request, row)
             if request.state is State.PREFILL:
-                self._advance(request, len(row.input_ids), save)
-                save = None
+                self._advance(request, len(row.input_ids), own_saves)
             _add_prompt_logprobs(request, row, produced)
             if row.sampling is None:
                 continue
@@ -152,7 +153,7 @@ class Committer:
             _note_chances(request, produced)
             if is_decode:
                 # The anchor and all kept ids but the last have been through the model.
-                self._advance(request, kept, save)
+                self._advance(request, kept, own_saves)
             sampled.append(Sampled(request, produced, kept, ending))
         return replace(self._settle(self._checked(sampled)), num_dropped=num_dropped)
 
@@ -179,17 +180,16 @@ class Committer:
         if request.num_computed != row.start:
             raise InvariantError(f"request {request.request_id} stands at {request.num_computed}, ran at {row.start}")
 
-    def _advance(self, request: Request, count: int, save: SnapshotSave | None) -> None:
+    def _advance(self, request: Request, count: int, saves: Sequence[SnapshotSave]) -> None:
         """Count kept ids that have been through the model; a snapshot behind the last of them is worth nothing."""
         request.num_computed += count
         if request.pending_start is not None:
             self._memory.start(request)
-        if save is None:
-            return
-        if save.position <= request.num_computed:
-            self._memory.keep_prefix(request, save.position, save.snapshot)
-        else:
-            self._memory.tree.free_snapshot(save.snapshot)
+        for save in saves:
+            if save.position <= request.num_computed:
+                self._memory.keep_prefix(request, save.position, save.snapshot)
+            else:
+                self._memory.tree.free_snapshot(save.snapshot)
 
     def _append(self, request: Request, token_ids: tuple[int, ...]) -> Ending | None:
         """Keep ids up to and including the one that ends the output."""

@@ -18,7 +18,8 @@ from tools.workload import Answer, Client, growing_items, mixed_items
 MAX_TOKENS = 16
 PAGE_TOKENS = 256
 # Four rows of a page each find room, and not all of them can grow by another one.
-SIZES = PoolSizes(num_pages=8, num_slots=9, num_snapshots=2)
+CHUNK_TOKENS = 1024
+SIZES = PoolSizes(num_pages=8, num_slots=9, num_snapshots=2, num_inner_slots=CHUNK_TOKENS // PAGE_TOKENS)
 ASKED: tuple[dict[str, object], ...] = (
     {"prompt": "The list has", "n": 3, "seed": 5, "max_tokens": 12},
     {"prompt": "The list has", "n": 2, "seed": 8, "max_tokens": 40, "stop": ["e", "th", "."]},
@@ -78,7 +79,7 @@ def serve(overlap: bool) -> tuple[list[Answer], list[object], int]:
     items = [replace(item, prompt=item.prompt[:248]) for item in items]
     items += mixed_items(16, vocab_size, MAX_TOKENS, seed=1)
     tables: Tables = {
-        "scheduler": {"overlap": overlap, "max_rows": SIZES.num_slots - 1},
+        "scheduler": {"overlap": overlap, "max_rows": SIZES.num_slots - 1, "chunk_tokens": CHUNK_TOKENS},
         "dspark": {"enabled": False},
         "engine": {"max_context_tokens": 1024},
         "kv": tiny_cache(),

@@ -334,7 +334,7 @@ def test_the_stock_traversal_gives_the_same_answers(server: Server, checkpoint: 
 def test_a_retracted_answer_goes_on_where_its_grammar_was(server: Server, checkpoint: Path) -> None:
     """D-12, path invariance: rows are put back for want of pages inside their answers; the texts are equal."""
     geometry = load_model_config(checkpoint).kv_geometry(256, "float32", drafts=True)
-    sizes = PoolSizes(num_pages=8, num_slots=9, num_snapshots=2)
+    sizes = PoolSizes(num_pages=8, num_slots=9, num_snapshots=2, num_inner_slots=4)
     rest = 8 * geometry.page_bytes + 2 * geometry.snapshot_bytes
     overrides: dict[str, dict[str, object]] = {
         "grammar": OVERRIDES["grammar"],
@@ -343,7 +343,7 @@ def test_a_retracted_answer_goes_on_where_its_grammar_was(server: Server, checkp
             "device_bytes": sizes.device_bytes(geometry),
             "snapshot_share": (2 * geometry.snapshot_bytes + 1) / rest,
         },
-        "scheduler": {"max_rows": 8},
+        "scheduler": {"max_rows": 8, "chunk_tokens": 4 * 256},
     }
     # Each prompt ends so close to a page's end that its answer needs one more page than the pool has for all.
     bodies = [

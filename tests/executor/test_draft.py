@@ -40,7 +40,7 @@ class Lab:
         self.gamma = config.gamma
         model, exchange = load_both_shards(checkpoint, config, torch.float32, CPU)
         drafter, draft_exchange = load_both_draft_shards(checkpoint, model)
-        pool = KVPool(config.kv_geometry(PAGE, "float32", drafts=True), PoolSizes(60, 7, 4), torch.float32, CPU)
+        pool = KVPool(config.kv_geometry(PAGE, "float32", drafts=True), PoolSizes(60, 7, 4, 2), torch.float32, CPU)
         self.drafter, self.pool = drafter, pool
         self.desk = DraftDesk(drafter, pool, draft_exchange)
         self.blocks: list[Blocks] = []
@@ -175,6 +175,18 @@ def test_drafts_do_not_depend_on_how_their_context_was_computed(lab: Lab, params
     hit.computed = 2 * PAGE
     prefill(lab, [hit], slot_starts=(SlotStart(4, 1, 2 * PAGE),))
     assert same(block(lab, hit), expected), "prefix hit"
+
+    # 257 tokens are fewer than those that are kept of them: each in its place, and a window before each page end.
+    for count, ends in ((len(ids), (2 * PAGE,)), (2 * PAGE + 1, (PAGE, 2 * PAGE))):
+        first = Text(ids[:count], params, 3)
+        saves = tuple(SnapshotSave(3, number, end, inner_slot=7 + number) for number, end in enumerate(ends))
+        lab.step([first.row()], slot_starts=(SlotStart(3, None, 0),), snapshot_saves=saves)
+        for save in saves:
+            hit = Text(ids, params, 4)
+            hit.pages = first.pages[: save.position // PAGE] + hit.pages[save.position // PAGE :]
+            hit.computed = save.position
+            prefill(lab, [hit], slot_starts=(SlotStart(4, save.snapshot, save.position),))
+            assert same(block(lab, hit), expected), f"prefix hit inside a chunk of {count}"
 
     # From here on the context holds outputs: computed one by one, in windows, and all at once after a retract.
     mixed, drafted = Text(ids, params, 1), Text(ids, params, 2)

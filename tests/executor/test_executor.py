@@ -59,7 +59,7 @@ def executor(checkpoint: Path) -> Executor:
     torch.set_num_threads(1)
     config = load_model_config(checkpoint)
     model, exchange = load_both_shards(checkpoint, config, torch.float32, CPU)
-    pool = KVPool(config.kv_geometry(PAGE, "float32"), PoolSizes(40, 7, 4), torch.float32, CPU)
+    pool = KVPool(config.kv_geometry(PAGE, "float32"), PoolSizes(40, 7, 4, 2), torch.float32, CPU)
     return Executor(0, model, 0, pool, exchange, Tokenizer.load(checkpoint))
 
 
@@ -251,6 +251,56 @@ def test_a_sequence_resumes_from_a_snapshot_with_the_ids_of_a_cold_run(executor:
     hit.take(row, run(executor, [row], slot_starts=(SlotStart(4, 3, 2 * PAGE),))[0])
     generate(executor, [hit], 5)
 
+    assert hit.output_ids == cold.output_ids
+
+
+def test_snapshots_inside_a_chunk_are_those_of_chunks_that_end_there(executor: Executor) -> None:
+    """Decision 10: to the bit, beside a neighbour, from any start of the chunk, and resumed from with a cold run's ids.
+
+    A prompt needs no step more for the snapshot that an equal one resumes from.
+    """
+    ids = prompt(300, 5)
+    cold = Sequence("cold", ids, SEEDED, slot=1, first_page=1)
+    generate(executor, [cold], 5)
+    pool = executor._pool
+    kept = (pool.window_snapshots, pool.draft_snapshots, pool.overlap_snapshots)
+
+    def snapshot(number: int) -> list[torch.Tensor]:
+        # Flat rows of each tensor, as many a snapshot.
+        return [each.view(each.shape[0], 4, -1)[:, number].clone() for each in kept if each.numel()]
+
+    cut = Sequence("cut", ids, SEEDED, slot=2, first_page=7)
+    starts: tuple[SlotStart, ...] = (SlotStart(2, None, 0),)
+    for number, end in enumerate((PAGE, 2 * PAGE)):
+        row = cut.row(PAGE)
+        saves = (SnapshotSave(2, number, end),)
+        cut.take(row, run(executor, [row], slot_starts=starts, snapshot_saves=saves)[0])
+        starts = ()
+    expected = [snapshot(0), snapshot(1)]
+
+    for first in (0, PAGE):
+        whole = Sequence("whole", ids, SEEDED, slot=3, first_page=13)
+        neighbour = Sequence("neighbour", prompt(200, 6), GREEDY, slot=4, first_page=20)
+        starts = (SlotStart(3, None, 0), SlotStart(4, None, 0))
+        if first:
+            row = whole.row(first)
+            whole.take(row, run(executor, [row], slot_starts=starts[:1])[0])
+            starts = starts[1:]
+        saves = (SnapshotSave(3, 3, 2 * PAGE, inner_slot=7), SnapshotSave(4, 0, PAGE, inner_slot=8))
+        if not first:
+            saves = (SnapshotSave(3, 2, PAGE, inner_slot=8), saves[0])
+        rows = [neighbour.row(), whole.row()]
+        outputs = run(executor, rows, slot_starts=starts, snapshot_saves=saves)
+        whole.take(rows[1], outputs[1])
+        assert whole.output_ids == cold.output_ids[:1]
+        for number, wanted in ((3, expected[1]), *([] if first else [(2, expected[0])])):
+            assert all(torch.equal(got, want) for got, want in zip(snapshot(number), wanted, strict=True))
+
+    hit = Sequence("hit", ids, SEEDED, slot=5, first_page=13)
+    hit.computed = 2 * PAGE
+    row = hit.row()
+    hit.take(row, run(executor, [row], slot_starts=(SlotStart(5, 3, 2 * PAGE),))[0])
+    generate(executor, [hit], 5)
     assert hit.output_ids == cold.output_ids
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.plan import Plan, PlanRow, StepKind
+from dsparkd.executor.plan import Plan, PlanRow, SnapshotSave, StepKind
 from dsparkd.executor.staging import Drafted, Stager
 from dsparkd.kv.geometry import KVGeometry
 from dsparkd.model.inputs import CompressedMetadata
@@ -190,6 +192,46 @@ def test_rings_keep_the_last_rows_of_each_chunk(name: str, ring: int) -> None:
             expected.append((index, one.slot * ring + position % ring))
     assert list(zip(store.src.tolist(), store.dst.tolist(), strict=True)) == expected
     assert len(set(store.dst.tolist())) == len(expected)
+
+
+@pytest.mark.parametrize(("name", "ring", "before"), [("window", 16, 16), ("csa", 8, 4), ("hca", 128, 0)])
+def test_a_page_end_inside_a_chunk_has_its_rows_in_a_slot_of_its_own(name: str, ring: int, before: int) -> None:
+    """Decision 10: the chunk's own ring goes on over them; no row of an HCA ring outlives a page end."""
+    saves = (SnapshotSave(5, 0, 128, inner_slot=8), SnapshotSave(5, 1, 256, inner_slot=7), SnapshotSave(1, 2, 256))
+    plain, gathered = (stage(plan).attention for plan in (MIXED, dataclasses.replace(MIXED, snapshot_saves=saves)))
+    stores = []
+    for attention in (plain, gathered):
+        metadata = {"csa": attention.csa, "hca": attention.hca}.get(name)
+        store = attention.window_store if metadata is None else metadata.store
+        stores.append(list(zip(store.src.tolist(), store.dst.tolist(), strict=True)))
+    first = next(first for one, first, _ in tokens_of(MIXED) if one.slot == 5)
+    expected = [
+        (first + position, slot * ring + position % ring)
+        for end, slot in ((128, 8), (256, 7))
+        for position in range(end - before, end)
+    ]
+    assert stores[1] == stores[0] + expected
+
+
+def test_only_tokens_that_are_all_kept_once_are_said_to_be_in_order() -> None:
+    """The drafter then takes the step's rows as they lie; with a page end among them they are more, padding fewer."""
+    geometry = dataclasses.replace(GEOMETRY, window=128, num_draft_stages=1)
+    rows = (row(1, 0, 129, (1, 2)), *(row(slot, 130, 1, (3, 4)) for slot in range(2, 17)))
+    saves = (SnapshotSave(1, 0, 128, inner_slot=20),)
+    found = []
+    for plan in (Plan(StepKind.MIXED, rows), Plan(StepKind.MIXED, rows, (), saves), Plan(StepKind.MIXED, rows[1:])):
+        store = Stager(geometry, 16, torch.device("cpu")).stage(plan).draft_store
+        assert store is not None
+        found.append((len(store.src), store.in_order))
+    assert found == [(144, True), (144 + 128, False), (15, False)]
+
+
+@pytest.mark.parametrize(("slot", "position"), [(5, 384), (5, 0), (2, 128)])
+def test_a_page_end_without_a_window_of_its_chunk_is_refused(slot: int, position: int) -> None:
+    """Behind the chunk, or so near its start that the window before it is older."""
+    saves = (SnapshotSave(slot, 0, position, inner_slot=7),)
+    with pytest.raises(InvariantError, match="snapshots at"):
+        stage(dataclasses.replace(MIXED, snapshot_saves=saves))
 
 
 def test_a_device_that_gathers_no_keys_gets_one_block(monkeypatch: pytest.MonkeyPatch) -> None:

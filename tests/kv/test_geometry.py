@@ -78,6 +78,17 @@ def test_rings_keep_what_rejected_rows_would_overwrite(gamma: int, rows: tuple[i
     assert (g.window_ring_rows, g.csa_ring_rows, g.hca_ring_rows) == rows
 
 
+def test_rings_that_gather_a_snapshot_are_without_those_of_hca() -> None:
+    """No entry straddles a page, so nothing of an HCA ring is kept at its end: 8 MB a page end instead of 18."""
+    assert flash(0).inner_slot_bytes == flash(0).slot_bytes - 10_485_760
+
+
+def test_a_page_shorter_than_the_window_is_refused() -> None:
+    """A snapshot inside a chunk is of the chunk's own rows, from a page before it on."""
+    with pytest.raises(ConfigError, match=r"kv\.page_tokens.*window of 512"):
+        dataclasses.replace(flash(), window=512)
+
+
 def test_a_page_that_would_split_an_entry_is_refused() -> None:
     """No entry straddles a page, so a page is a multiple of 128 tokens."""
     with pytest.raises(ConfigError, match=r"kv\.page_tokens"):
@@ -112,7 +123,7 @@ def config_of(budget: int, max_context_tokens: int, snapshot_share: float) -> Co
     return Config(
         engine=EngineConfig(checkpoint="/model", max_context_tokens=max_context_tokens),
         kv=KVConfig(device_bytes=budget, snapshot_share=snapshot_share),
-        scheduler=SchedulerConfig(max_rows=8),
+        scheduler=SchedulerConfig(max_rows=8, chunk_tokens=2048),
     )
 
 
@@ -123,7 +134,7 @@ def test_a_pool_without_room_for_one_longest_sequence_is_refused_with_the_bytes_
 ) -> None:
     """Decision 11: else one admitted request could never finish. The remedy, followed, works."""
     geometry = flash()
-    budget = 9 * geometry.slot_bytes + 2 * geometry.page_bytes
+    budget = 9 * geometry.slot_bytes + 8 * geometry.inner_slot_bytes + 2 * geometry.page_bytes
     with pytest.raises(ConfigError, match=r"kv\.device_bytes") as refusal:
         size_pool(geometry, config_of(budget, context, snapshot_share), budget)
     assert f"engine.max_context_tokens ({context})" in str(refusal.value)
@@ -134,3 +145,5 @@ def test_a_pool_without_room_for_one_longest_sequence_is_refused_with_the_bytes_
     sizes = size_pool(geometry, config_of(enough, context, snapshot_share), enough)
 
     assert (sizes.num_pages - 1) * 256 >= context + geometry.gamma + 1
+    assert sizes.num_inner_slots == 8, "a page end inside a chunk has a page of the chunk before it"
+    assert sizes.device_bytes(geometry) <= enough

@@ -40,7 +40,7 @@ def fill(pool: KVPool, seed: int) -> None:
 
 def test_storage_takes_the_bytes_that_the_geometry_announces() -> None:
     """C-01: check-config prints these numbers before anything is allocated, so they must be those of the pool."""
-    sizes = PoolSizes(num_pages=7, num_slots=5, num_snapshots=3)
+    sizes = PoolSizes(num_pages=7, num_slots=5, num_snapshots=3, num_inner_slots=2)
     assert make_pool(sizes).device_bytes == sizes.device_bytes(GEOMETRY)
 
 
@@ -85,6 +85,19 @@ def test_a_snapshot_restores_the_rows_before_its_boundary_into_any_slot(position
     for p, old in zip(range(position - 4, position), rows, strict=True):
         restored = pool.csa_rows[:, 2 * csa_ring + p % csa_ring].view(2, 2, 2, 12)
         assert torch.equal(restored[:, :, 0], old.view(2, 2, 2, 12)[:, :, 0])
+
+
+def test_a_snapshot_is_taken_of_an_inner_slot_and_never_put_into_one() -> None:
+    """Their rings are behind the slots'; a sequence in one would have no HCA rows."""
+    pool = make_pool(dataclasses.replace(SIZES, num_inner_slots=2))
+    fill(pool, 3)
+    ring = GEOMETRY.window_ring_rows
+    pool.save_snapshot(4, 0, 128)
+    for index, p in enumerate(range(112, 128)):
+        assert torch.equal(pool.window_snapshots[:, index], pool.window[:, 4 * ring + p % ring])
+    for slot, refused in ((5, pool.save_snapshot), (3, pool.load_snapshot), (4, pool.load_snapshot)):
+        with pytest.raises(InvariantError):
+            refused(slot, 0, 128)
 
 
 def test_a_snapshot_leaves_the_others_alone() -> None:

@@ -98,6 +98,7 @@ class FakeDevice:
         self.failing: dict[str, RowFailure] = {}
         self.commits: list[int] = []  # grammars of each call of commit_grammars
         self.events: list[str] = []  # what the host did, in order
+        self.inner_slots = range(0)
         self._flying: list[int] = []
         self._last: tuple[RowOutput, ...] = ()
 
@@ -130,9 +131,16 @@ class FakeDevice:
             self.slots[start.slot] = held
         self._check_disjoint(plan)
         outputs = tuple(self._run(row, plan.speculation) for row in plan.rows)
+        ends = {row.slot: (row.start, row.start + len(row.input_ids)) for row in plan.rows}
+        gathered = [save.inner_slot for save in plan.snapshot_saves if save.inner_slot is not None]
+        assert len(set(gathered)) == len(gathered)
+        assert set(gathered) <= set(self.inner_slots)
         for save in plan.snapshot_saves:
             held = self.slots[save.slot]
-            if plan.speculation is None:
+            start, end = ends[save.slot]
+            if save.inner_slot is not None:
+                assert start + PAGE <= save.position < end, "a window before it is not all the chunk's"
+            elif plan.speculation is None:
                 assert len(held) == save.position
             # What a window wrote behind its accepted ids is nobody's prefix: a request that resumes from it is told so.
             self.snapshots[save.snapshot] = held[: save.position]
@@ -416,6 +424,8 @@ class Rank:
             page_tokens=PAGE,
         )
         self.watch = FakeWatch()
+        first = sizes.max_rows + 1
+        self.device.inner_slots = range(first, first + sizes.chunk_tokens // PAGE)
         limits = Limits(sizes.chunk_tokens, PAGE, sizes.snapshot_pages * PAGE, 2 * PAGE, sizes.max_drafts)
         self.planner = Planner(self.queue, self.memory, limits)
         parent_here, parent_there = socket.socketpair()

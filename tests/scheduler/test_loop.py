@@ -452,8 +452,8 @@ def test_the_last_plans_are_kept_for_a_crash_report(lab, pair):
     pair.ranks[0].submit(lab.request("y", 5, max_tokens=3, ignore_eos=True))
     pair.tick()
     row = pair.ranks[0].loop.records[-1].rows[0]
-    assert (row.request_id, row.start, row.num_tokens) == ("y", 0, 4)
-    assert records[-1].rank0.vote.num_tokens == 4
+    assert (row.request_id, row.start, row.num_tokens) == ("y", 0, 5)
+    assert records[-1].rank0.vote.num_tokens == 5
 
 
 def test_an_error_of_the_device_ends_the_pair_with_the_plan_of_its_step(lab, pair):

@@ -21,6 +21,11 @@ def rows_of(rank, last=1):
     ]
 
 
+def rank_prompt(lab, request_id, length):
+    """The prompt that a request of this name and length has."""
+    return lab.request(request_id, length).prompt_ids
+
+
 def test_a_batch_spreads_over_ticks_in_item_order(lab):
     """R-05: 64 items over a budget of four ticks: order kept, none dropped, none twice."""
     with contextlib.closing(lab.Pair(lab.Sizes(num_pages=400, max_rows=64, chunk_tokens=64))) as pair:
@@ -79,8 +84,8 @@ def test_no_item_waits_longer_than_the_work_before_it(lab, lengths, chunk):
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8), chunk=st.sampled_from([4, 12, 64]))
-def test_chunks_stay_in_the_budget_and_end_at_boundaries(lab, lengths, chunk):
-    """decisions.md 10: a chunk never runs over a snapshot boundary, nor over scheduler.chunk_tokens."""
+def test_chunks_stay_in_the_budget_and_leave_a_snapshot_at_each_boundary(lab, lengths, chunk):
+    """decisions.md 10: wherever scheduler.chunk_tokens cuts a prompt, the boundaries inside a chunk are kept, too."""
     with contextlib.closing(lab.Pair(lab.Sizes(num_pages=400, max_rows=16, chunk_tokens=chunk))) as pair:
         rank = pair.ranks[0]
         rank.submit(*[lab.request(f"i{item}", length, max_tokens=1) for item, length in enumerate(lengths)])
@@ -89,9 +94,11 @@ def test_chunks_stay_in_the_budget_and_end_at_boundaries(lab, lengths, chunk):
             assert sum(len(row.input_ids) for row in plan.rows) <= chunk
             for row in plan.rows:
                 length, end = len(row.prompt_ids), row.start + len(row.input_ids)
-                boundaries = {*range(16, length, 16), (length - 1) // lab.PAGE * lab.PAGE, length}
+                boundaries = {*range(16, length, 16), (length - 1) // lab.PAGE * lab.PAGE}
+                boundaries |= {length} if length % lab.PAGE == 0 else set()
                 assert end % lab.PAGE == 0 or end == length
-                assert not any(row.start < boundary < end for boundary in boundaries)
+                saved = [save.position for save in plan.snapshot_saves if save.slot == row.slot]
+                assert saved == sorted(boundary for boundary in boundaries if row.start < boundary <= end)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,30 @@ def test_prefill_snapshots_are_on_the_grid_and_at_the_last_page_end(lab, pair, l
     pair.drain()
     saves = [save.position for plan in pair.ranks[0].device.plans for save in plan.snapshot_saves]
     assert saves == expected
+
+
+def test_a_prompt_within_the_budget_has_its_first_token_in_one_step(lab, pair):
+    """The last page end is kept out of the middle of the chunk: a snapshot costs a prompt no step of its own."""
+    rank = pair.ranks[0]
+    rank.submit(lab.request("a", 7, max_tokens=1), lab.request("b", 9, max_tokens=1))
+    pair.tick()
+    plan = rank.device.plans[-1]
+    assert [(row.request_id, row.start, len(row.input_ids)) for row in plan.rows] == [("a", 0, 7), ("b", 0, 9)]
+    assert [(save.slot, save.position, save.inner_slot) for save in plan.snapshot_saves] == [(1, 4, 5), (2, 8, 6)]
+    assert set(rank.deltas) == {"a", "b"}
+    again = lab.request("c", rank_prompt(lab, "b", 9), max_tokens=1)
+    rank.submit(again)
+    pair.tick()
+    assert rows_of(rank)[0] == [("c", 8, 1)]
+
+
+def test_the_last_page_end_is_kept_where_snapshots_lack(lab):
+    """It is the one that an equal prompt resumes from, and the next turn behind it."""
+    with contextlib.closing(lab.Pair(lab.Sizes(num_snapshots=1, chunk_tokens=64))) as pair:
+        pair.ranks[0].submit(lab.request("x", 41, max_tokens=1))
+        pair.drain()
+        (save,) = (save for plan in pair.ranks[0].device.plans for save in plan.snapshot_saves)
+        assert save.position == 40
 
 
 @pytest.mark.parametrize("length", [9, 16, 20, 33])
@@ -212,7 +243,7 @@ def test_rows_of_logits_are_bounded_whatever_clients_ask_for(lab):
         plain = lab.request("plain", 8, max_tokens=1)
         rank.submit(*echoes, plain)
         pair.tick()
-        assert rows_of(rank)[0] == [("e0", 0, 8), ("plain", 0, 4)]
+        assert rows_of(rank)[0] == [("e0", 0, 8), ("plain", 0, 8)]
         pair.drain()
         for plan in rank.device.plans:
             assert sum(row.num_logits for row in plan.rows if row.prompt_top_logprobs is not None) <= 8
@@ -296,7 +327,7 @@ def test_rows_are_in_execution_order(lab, pair):
     pair.tick()
     plan = pair.ranks[0].device.plans[-1]
     assert plan.kind is StepKind.MIXED
-    assert [(row.request_id, len(row.input_ids)) for row in plan.rows] == [("a", 1), ("b", 8)]
+    assert [(row.request_id, len(row.input_ids)) for row in plan.rows] == [("a", 1), ("b", 9)]
 
 
 def test_a_single_token_output_never_joins_a_decode_batch(lab, pair):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from dsparkd.kv.geometry import fit_pool
+from dsparkd.config import Config, EngineConfig, KVConfig, SchedulerConfig
+from dsparkd.kv.geometry import size_pool
 from dsparkd.model.config import load_model_config
 from tools.gates import invariance
 from tools.gates.invariance import Way
@@ -67,6 +69,11 @@ def test_a_tiny_pool_buys_the_pages_whose_lack_forces_a_retract(dtype: str) -> N
     geometry = load_model_config(checkpoint).kv_geometry(
         invariance.PAGE_TOKENS, "float32" if dtype == "float32" else "bfloat16", drafts=True
     )
-    kv, rows = pool["kv"], pool["scheduler"]["max_rows"]
-    sizes = fit_pool(geometry, int(str(kv["device_bytes"])), int(str(rows)), float(str(kv["snapshot_share"])))
+    kv, scheduler = pool["kv"], pool["scheduler"]
+    config = Config(
+        engine=EngineConfig(checkpoint=str(checkpoint), max_context_tokens=256),
+        kv=msgspec.convert(kv, KVConfig),
+        scheduler=msgspec.convert(scheduler, SchedulerConfig),
+    )
+    sizes = size_pool(geometry, config, int(str(kv["device_bytes"])))
     assert (sizes.num_pages, sizes.num_snapshots) == (invariance.TINY_PAGES, 2)

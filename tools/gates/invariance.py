@@ -35,7 +35,7 @@ MAX_CONTEXT = 1024
 PAGE_TOKENS = 256
 # A rank admits a row if each running one can still grow by a page. Seven pages (and the null one) so take in four rows
 # of a page each, and when all four have grown by a page, one page is missing: the youngest is retracted.
-TINY_PAGES, TINY_ROWS = 8, 8
+TINY_PAGES, TINY_ROWS, TINY_CHUNK_TOKENS = 8, 8, 1024
 
 
 Prove = Callable[[list[Item], list[Answer]], tuple[str, bool]]
@@ -135,12 +135,12 @@ def tiny_pool(checkpoint: Path, placed: Placement) -> Tables:
     geometry = load_model_config(checkpoint).kv_geometry(
         PAGE_TOKENS, placed.dtype, drafts=True, kv_dtype=placed.kv_dtype
     )
-    sizes = PoolSizes(num_pages=TINY_PAGES, num_slots=TINY_ROWS + 1, num_snapshots=2)
+    sizes = PoolSizes(TINY_PAGES, TINY_ROWS + 1, num_snapshots=2, num_inner_slots=TINY_CHUNK_TOKENS // PAGE_TOKENS)
     rest = TINY_PAGES * geometry.page_bytes + 2 * geometry.snapshot_bytes
     share = (2 * geometry.snapshot_bytes + 1) / rest  # a byte more, for the rounding of the product
     return {
         "kv": {"device_bytes": sizes.device_bytes(geometry), "snapshot_share": share},
-        "scheduler": {"max_rows": TINY_ROWS},
+        "scheduler": {"max_rows": TINY_ROWS, "chunk_tokens": TINY_CHUNK_TOKENS},
     }
 
 
