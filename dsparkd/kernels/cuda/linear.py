@@ -5,9 +5,6 @@ alone, which the library's products on cuda do not promise. A weight of few outp
 and these are added in their order: by one program where rows make enough of them, else by the last of the programs that
 had a split each. How many splits there are follows from the weight alone.
 
-With many rows a packed weight is first laid out in bfloat16, in memory that the next product takes again: taking its
-codes apart for every tile of rows anew costs more than to write and read it once.
-
 Letters: M rows, I inputs, O outputs, S splits.
 """
 
@@ -20,21 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda import many_rows
 from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
     Tiles,
     in_pieces,
-    in_rows,
     input_tile,
     is_turned,
     turn,
     turned_tile,
     weight_tile,
 )
-from dsparkd.kernels.weight import Format, Weight
+from dsparkd.kernels.weight import FP8_GROUP, Format, Weight
 
 SPLIT_OUTPUTS = 64  # outputs of one program, as the number of splits is reckoned
 SPLIT_INPUTS = 512  # the least inputs of a split
@@ -42,6 +37,7 @@ SPLIT_PROGRAMS = 256  # more programs than these are not made by splits of the i
 LARGE_PROGRAMS = 96  # with fewer of the largest tiles, smaller ones are faster
 SPREAD_PROGRAMS = 128  # with so many programs of one row tile, or fewer of more, each split gets one of its own
 NARROW_OUTPUTS = 512  # so few make more programs of 32 rows than of 64
+TURNED_ROWS = 64  # of a tile
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 
@@ -49,7 +45,7 @@ class TritonLinear:
     """Form for cuda. Implements LinearKernel; any number of rows. wide: the product is float32.
 
     groups: G products side by side: x is [M, G * I], and the g-th O / G outputs read the g-th I of its columns.
-    choose: tiles by number of rows, outputs, inputs, format and dtype; they must not change a row's bits.
+    choose: tiles by number of rows, outputs, format and dtype; they must not change a row's bits.
     One call at a time: the counters of arrived splits are kept, and zero between calls.
     """
 
@@ -59,7 +55,7 @@ class TritonLinear:
         *,
         wide: bool = False,
         groups: int = 1,
-        choose: Callable[[int, int, int, Format, torch.dtype], Tiles] | None = None,
+        choose: Callable[[int, int, Format, torch.dtype], Tiles] | None = None,
     ) -> None:
         self._format, self._shape = weight.format, weight.shape
         self._values, self._scales = in_pieces(weight, groups)
@@ -71,13 +67,13 @@ class TritonLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See LinearKernel."""
-        return self._product(x, self._choose(x.shape[0], *self._shape, self._format, x.dtype))
+        return self._product(x, self._choose(x.shape[0], self._shape[0], self._format, x.dtype))
 
     def compile(self) -> None:
         """Compile for every tile shape that rows may ask for, at start: no step shall wait for a compiler."""
         dtype = self._values.dtype if self._format is Format.DENSE else torch.bfloat16
         x = torch.zeros((1, self._groups * self._shape[1]), dtype=dtype, device=self._values.device)
-        for tiles in tiles_of(*self._shape, self._format, dtype):
+        for tiles in tiles_of(self._format, dtype):
             for spread in {False, self._is_spread(1, tiles)}:
                 self._product(x, tiles, spread)
 
@@ -87,12 +83,14 @@ class TritonLinear:
         out = torch.empty((M, O), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         if not M:
             return out
-        if tiles.apart:
-            self._multiply_apart(x, out, tiles)
-            return out
         if spread is None:
             spread = self._is_spread(M, tiles)
         programs = self._count_programs(M, tiles)
+        in_turns = is_turned(self._format)
+        # Held inputs are turned in registers, others before the product, where their rows are many.
+        turned = in_turns and not tiles.held and tiles.rows >= TURNED_ROWS and I % FP8_GROUP == 0
+        if turned:
+            x = turn(x)
         parts = out  # not touched where a program has all splits
         if spread:
             parts = torch.empty((self._splits, M, O), dtype=torch.float32, device=x.device)
@@ -108,7 +106,7 @@ class TritonLinear:
             INPUTS=I,
             SPLITS=self._splits,
             SPREAD=spread,
-            TURN=is_turned(self._format),
+            TURN=in_turns and not turned,
             HELD=tiles.held,
             GROUPS=self._groups,
             FORMAT=FORMAT_CODES[self._format],
@@ -125,14 +123,6 @@ class TritonLinear:
             launch_pdl=EARLY,
         )
         return out
-
-    def _multiply_apart(self, x: Tensor, out: Tensor, tiles: Tiles) -> None:
-        weight = self._values
-        if self._format is not Format.DENSE:
-            weight = in_rows(self._values, self._scales, self._format, self._shape, self._groups)
-        if is_turned(self._format):
-            x = turn(x)
-        many_rows.multiply(x, weight, out, self._groups, self._splits, tiles)
 
     def _is_spread(self, num_rows: int, tiles: Tiles) -> bool:
         """Whether so few programs would be made that each split gets one; where one row is not spread, none are."""
@@ -156,25 +146,28 @@ def splits_of(outputs: int, inputs: int) -> int:
     return splits
 
 
-def tiles_of(outputs: int, inputs: int, form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
-    """List the tile shapes of a weight's products, the fewest rows first."""
+def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
+    """List the tile shapes of a format and dtype, the fewest rows first."""
     if dtype == torch.float32:
         return (Tiles(16, 32, 32, 4, 2),)
-    few: tuple[Tiles, ...] = (
+    if form is Format.DENSE:
+        return (
+            Tiles(16, 64, 128, 4, 4),
+            Tiles(32, 64, 128, 4, 4),
+            Tiles(64, 64, 128, 4, 3),
+            Tiles(128, 128, 128, 8, 3),
+        )
+    return (
         Tiles(16, 64, 128, 4, 3, held=True),
         Tiles(32, 64, 128, 4, 4, held=True),
         Tiles(64, 128, 128, 8, 3, held=True),
+        Tiles(128, 128, 128, 8, 3),
     )
-    if form is Format.DENSE:
-        few = (Tiles(16, 64, 128, 4, 4), Tiles(32, 64, 128, 4, 4), Tiles(64, 64, 128, 4, 3))
-    if inputs % 128:
-        return (*few, Tiles(128, 128, 128, 8, 3))
-    return (*few, Tiles(128, 128, 128, 8, 3, apart=True), Tiles(192, 128, 128, 8, 2, apart=True))
 
 
-def choose_tiles(num_rows: int, outputs: int, inputs: int, form: Format, dtype: torch.dtype) -> Tiles:
-    """Pick one of them for a number of rows: the largest only where it still makes many programs."""
-    shapes = tiles_of(outputs, inputs, form, dtype)
+def choose_tiles(num_rows: int, outputs: int, form: Format, dtype: torch.dtype) -> Tiles:
+    """Pick one of them for a number of rows and outputs: the largest only where it still makes many programs."""
+    shapes = tiles_of(form, dtype)
     large = shapes[-1]
     if triton.cdiv(num_rows, large.rows) * triton.cdiv(outputs, large.outputs) >= LARGE_PROGRAMS and num_rows > 192:
         return large

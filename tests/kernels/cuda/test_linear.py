@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles, splits_of, tiles_of
+from dsparkd.kernels.cuda.linear import TURNED_ROWS, TritonLinear, choose_tiles, splits_of, tiles_of
 from dsparkd.kernels.weight import Format, Weight, decode, dense, stacked
 from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
@@ -35,18 +35,15 @@ def test_packed_weights_have_the_values_of_dense_ones(device: torch.device, form
         assert torch.equal(got, decode(weight, torch.float32).t()[-num_rows:])
 
 
-@pytest.mark.parametrize("form", list(Format))
-@pytest.mark.parametrize(("inputs", "groups"), [(256, 1), (1024, 1), (256, 2)])
-def test_tiles_of_any_shape_give_the_same_bits(device: torch.device, form: Format, inputs: int, groups: int) -> None:
-    """Of few rows codes are taken apart in the product, of many before it; FP4's inputs are turned likewise."""
-    weight, x = random_weight(form, groups * 72, inputs, 3, device), noise(device, 200, groups * inputs)
-    shapes = tiles_of(*weight.shape, form, x.dtype)
-    assert [tiles.apart for tiles in shapes] == [False] * 3 + [True] * (len(shapes) - 3)
-    kernel = TritonLinear(weight, wide=True, groups=groups)
-    whole = kernel._product(x, shapes[0])
-    with poisoned_memory():
-        for tiles in shapes[1:]:
-            assert torch.equal(kernel._product(x, tiles), whole)
+@pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
+def test_tiles_of_any_shape_give_the_same_bits(device: torch.device, form: Format) -> None:
+    """Inputs of FP4 weights are turned before the product or in it, as the tiles that rows ask for decide."""
+    weight, x = random_weight(form, 64, 256, 3, device), noise(device, 140, 256)
+    assert [tiles.held or tiles.rows < TURNED_ROWS for tiles in tiles_of(form, x.dtype)] == [True, True, True, False]
+    kernel = TritonLinear(weight, wide=True)
+    whole = kernel._product(x, tiles_of(form, x.dtype)[-1])
+    for tiles in tiles_of(form, x.dtype):
+        assert torch.equal(kernel._product(x[:70], tiles), whole[:70])
 
 
 def test_fp8_values_are_added_in_the_order_of_dense_ones(device: torch.device) -> None:
@@ -82,10 +79,9 @@ def test_stacked_fp8_weights_keep_their_own_scales(device: torch.device) -> None
 @pytest.mark.parametrize("form", [Format.DENSE, Format.FP8])
 def test_every_tile_shape_that_rows_ask_for_is_compiled_at_start(device: torch.device, form: Format) -> None:
     """No step waits for a compiler; and none is compiled in vain."""
-    for outputs, inputs in ((4096, 4096), (32768, 1024), (256, 4096), (512, 160)):
-        asked = {choose_tiles(rows, outputs, inputs, form, torch.bfloat16) for rows in range(1, 9000, 7)}
-        assert asked == set(tiles_of(outputs, inputs, form, torch.bfloat16))
-    assert choose_tiles(10**6, 64, 64, form, torch.float32) in tiles_of(64, 64, form, torch.float32)
+    asked = {choose_tiles(rows, 4096, form, torch.bfloat16) for rows in range(1, 9000, 7)}
+    assert asked == set(tiles_of(form, torch.bfloat16))
+    assert choose_tiles(10**6, 64, form, torch.float32) in tiles_of(form, torch.float32)
     TritonLinear(random_weight(form, 64, 2 * 128, 1, device), groups=2).compile()
 
 
@@ -98,7 +94,7 @@ def test_splits_are_added_in_their_order_whoever_sums_them(
     weight, x = random_weight(form, outputs, inputs, 3, device), noise(device, 21, inputs)
     splits = splits_of(outputs, inputs)
     assert splits == inputs // 512
-    kernel, tiles = TritonLinear(weight, wide=True), choose_tiles(21, outputs, inputs, form, torch.bfloat16)
+    kernel, tiles = TritonLinear(weight, wide=True), choose_tiles(21, outputs, form, torch.bfloat16)
     alone = kernel._product(x, tiles, spread=False)
     with poisoned_memory():
         for _ in range(2):
