@@ -5,6 +5,9 @@ that another kernel writes or reads. So its programs may be there already when w
 kernel wait, those that have nothing to do as well: only then has everything that was launched before a kernel ended
 when its own wait ends, and not its predecessor alone. Kernels of others, such as the library's, are launched without
 the attribute, and wait for the whole of what runs before them.
+
+Parameters, which no kernel of a step writes, may be loaded ahead of the wait, by `constant`: what few rows take is
+mostly ways to the memory, and so one of them begins earlier.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ def follow():  # type: ignore[no-untyped-def]
     if IS_COMPILED:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def constant(places, mask):  # type: ignore[no-untyped-def]
+    """Load parameters, 0 where the mask is false: the one load that may stand ahead of the wait."""
+    return tl.load(places, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.attention import rotate_pairs
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, constant, follow
 from dsparkd.kernels.rotary import Rotation
 
 SQUARES = 4096  # of a row that are added side by side: it fixes the order of the sum
@@ -63,11 +63,12 @@ def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_norm(x, stride, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = tl.arange(0, BLOCK)
+    factor = constant(weight + c, c < WIDTH)
     follow()
     t = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
     row = tl.load(x + t * stride + c, mask=c < WIDTH, other=0.0).to(tl.float32)
-    row = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps) * tl.load(weight + c, mask=c < WIDTH, other=0.0)
+    row = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps) * factor
     tl.store(out + t * WIDTH + c, row.to(out.dtype.element_ty), mask=c < WIDTH)
 
 

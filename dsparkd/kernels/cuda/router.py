@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, constant, follow
 from dsparkd.kernels.router import RouterRule, Routes
 
 COPIED = 1024  # words of a token that one program copies
+TAKEN = tl.constexpr(-(2**31))  # what an expert that is chosen already counts as: less than any score
 
 
 class TritonRouter:
@@ -92,6 +93,10 @@ def _route(  # type: ignore[no-untyped-def]
 ):
     """Scores, choice, shares of one token, stored in ascending order of the experts; or a copy of its words before
     the shares: bits, whatever they mean."""
+    expert = tl.arange(0, BLOCK)
+    real = expert < EXPERTS
+    if not HASHED:
+        preference = constant(bias + expert, real)
     follow()
     token = tl.program_id(0).to(tl.int64)
     if WORDS:
@@ -100,10 +105,11 @@ def _route(  # type: ignore[no-untyped-def]
             word = tl.load(words + token * WORDS + c, mask=c < WORDS)
             tl.store(shares + token * STRIDE - WORDS + c, word, mask=c < WORDS)
             return
-    expert = tl.arange(0, BLOCK)
-    real = expert < EXPERTS
     x = tl.load(logits + token * EXPERTS + expert, mask=real, other=0.0)
-    # The minimum of NaN, which padding may hold, is 20: every row has k experts, and all its places are written.
+    # Padding may hold anything, and counts as zeros; the number is used here because only so it is loaded here.
+    is_live = token < tl.load(num_live)
+    x = tl.where(is_live, x, 0.0)
+    # The minimum of NaN is 20: every row has k experts, and all its places are written.
     power = tl.exp(tl.minimum(x, 20.0))
     # ln(1 + power) without losing a small power's digits: what the sum rounds away is made up for by the ratio.
     whole = 1.0 + power
@@ -116,12 +122,15 @@ def _route(  # type: ignore[no-untyped-def]
         for choice in range(TOP_K):
             chosen = tl.where(expert == tl.load(table + row * TOP_K + choice), 1, chosen)
     else:
-        left = tl.where(real, scores + tl.load(bias + expert, mask=real, other=0.0), -float("inf"))
+        # Bits of a float32, all but the sign turned over where it is negative, are in order as an integer: a warp
+        # finds the largest integer in one instruction, the largest float32 in five steps.
+        bits = (scores + preference).to(tl.int32, bitcast=True)
+        left = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), TAKEN)
         for _ in range(TOP_K):
             best = tl.min(tl.where(left == tl.max(left), expert, EXPERTS - 1))  # of equal ones the lowest
             chosen = tl.where(expert == best, 1, chosen)
-            left = tl.where(expert == best, -float("inf"), left)
+            left = tl.where(expert == best, TAKEN, left)
     weights = tl.where(chosen == 1, scores, 0.0)
     place = token * STRIDE + tl.cumsum(chosen, 0) - 1
     tl.store(shares + place, weights * (scaling / (tl.sum(weights) + 1e-20)), mask=chosen == 1)
-    tl.store(expert_ids + place, tl.where(token < tl.load(num_live), expert, EXPERTS), mask=chosen == 1)
+    tl.store(expert_ids + place, tl.where(is_live, expert, EXPERTS), mask=chosen == 1)
