@@ -1,10 +1,11 @@
 """Attention over keys where they lie, and the norm and rotation before it: Triton form, for cuda.
 
-One program reduces one part of a token's keys for a block of heads, tile by tile, each oldest first. The first part is
-the window and the first PART entries, each further one the next PART entries; so a long context fills the device. The
-last program of a token to arrive adds its parts, in their order. Parts and tiles follow from positions and the geometry
-alone, so neither neighbours nor the batch's size change a token's bits. Keys are read by index out of ring, chunk and
-pages; nothing is gathered into a copy.
+Here one program reduces one part of a token's keys for a block of heads, tile by tile, each oldest first. The first
+part is the window and the first PART entries, each further one the next PART entries; so a long context fills the
+device. The last program of a token to arrive adds its parts, in their order. Parts and tiles follow from positions and
+the geometry alone, so neither neighbours nor the batch's size change a token's bits. Keys are read by index out of
+ring, chunk and pages. Tokens of one part have other ways, of the same bits: few of them that of attention_few, many of
+wide heads that of attention_many.
 
 Letters: T tokens, n tokens of one call, H heads, d head width, W window, E entries a row has at most, P parts, r rotary
 width.
@@ -19,13 +20,25 @@ from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
+from dsparkd.kernels.cuda.attention_few import FEW_TOKENS, attend_few
+from dsparkd.kernels.cuda.attention_many import attend_many, is_wide
+from dsparkd.kernels.cuda.attention_tile import (
+    SUMS,
+    Keys,
+    Tile,
+    entry_keys,
+    keys_of,
+    logits_of,
+    rotate_pairs,
+    take,
+    window_keys,
+)
 from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
-from dsparkd.kernels.cuda.packed import block_of, load_keys, tails_of
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.rotary import Rotation
-from dsparkd.kernels.row_layout import scales_at
+from dsparkd.kernels.tiles import KEY_TILE
 
 HEAD_ROWS = 8  # vectors that one program norms and rotates
 PART = 512  # entries of one part: as many as an indexer chooses, whose tokens have one part and need no sum
@@ -45,14 +58,15 @@ class TritonAttention:
 
     def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """See AttentionKernel. The first context of more than one part comes long after the first step."""
-        queries, keys = like.new_zeros((1, heads, width)), like.new_zeros((1, width))
-        sink, angles = (torch.zeros(shape, device=like.device) for shape in ((heads,), (1, 1, rotary)))
-        places = torch.zeros((1, 2 * PART), dtype=torch.int64, device=like.device)
-        rows = keys if kept is None else torch.zeros_like(kept[:1])
-        window = WindowKeys(rows, keys, places[:, :1], places[0, :1], True)
-        for count in (PART, PART + 1):
-            entries = EntryKeys(rows, places[:, : triton.cdiv(count, PART) * PART], places[0, :1] + count)
-            self.attend(queries, window, entries, sink, Rotation(angles, angles), torch.empty_like(queries))
+        sink, angles = (torch.zeros(shape, device=like.device) for shape in ((heads,), (FEW_TOKENS + 1, 1, rotary)))
+        zeros = torch.zeros((FEW_TOKENS + 1) * 2 * PART, dtype=torch.int64, device=like.device)
+        for n, count in ((1, PART), (FEW_TOKENS + 1, PART), (1, PART + 1)):
+            queries, keys = like.new_zeros((n, heads, width)), like.new_zeros((n, width))
+            rows = keys if kept is None else torch.zeros_like(kept[:1])
+            window = WindowKeys(rows, keys, zeros[:n, None], zeros[:n], True)
+            slots = zeros[: n * 2 * PART].view(n, -1)[:, : triton.cdiv(count, PART) * PART]
+            entries = EntryKeys(rows, slots, zeros[:n] + count)
+            self.attend(queries, window, entries, sink, Rotation(angles[:n], angles[:n]), torch.empty_like(queries))
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
         """See AttentionKernel."""
@@ -69,7 +83,8 @@ class TritonAttention:
 
     def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
         """See AttentionKernel."""
-        return EntryKeys(entries, visible.slots, visible.counts, visible.rows)
+        seen = triton.cdiv(visible.most, KEY_TILE) * KEY_TILE  # a captured shape has slots for any context
+        return EntryKeys(entries, visible.slots[:, :seen], visible.counts, visible.rows)
 
     def attend(
         self,
@@ -82,25 +97,30 @@ class TritonAttention:
     ) -> None:
         """See AttentionKernel."""
         n, H, d = queries.shape
+        tile = Tile(H, d, queries.dtype, is_packed(window.ring))
         num_parts = 1 if entries is None else max(1, triton.cdiv(entries.slots.shape[1], PART))
-        step = n
+        if num_parts == 1:
+            keys = keys_of(window, entries, d, inverse.cos.shape[-1])
+            if n <= FEW_TOKENS:
+                attend_few(queries, keys, sink, inverse, output, tile)
+            elif is_wide(queries, keys, tile):
+                attend_many(queries, keys, sink, inverse, output, tile)
+            else:
+                _attend_parts(queries, keys, sink, inverse, output, tile, 1, sink)
+            return
         if self._arrivals is None:
             self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=queries.device)
-        if num_parts > 1:  # whole sixteens: Triton compiles anew for pointers that are aligned to less than that
-            most = ARRIVALS // triton.cdiv(H, 16)
-            step = max(16, min(most, PART_BYTES // (4 * num_parts * H * (d + 2))) // 16 * 16)
+        # Whole sixteens: Triton compiles anew for pointers that are aligned to less than that.
+        most = ARRIVALS // triton.cdiv(H, 16)
+        step = max(16, min(most, PART_BYTES // (4 * num_parts * H * (d + 2))) // 16 * 16)
         for start in range(0, n, step):
             few = slice(start, min(start + step, n))
-            _attend_few(
-                queries[few],
-                WindowKeys(window.ring, window.chunk, window.sources[few], window.first[few], window.all_visible),
-                None if entries is None else _entries_of(entries, few),
-                sink,
-                inverse.rows(few),
-                output[few],
-                num_parts,
-                self._arrivals,
-            )
+            seen = WindowKeys(window.ring, window.chunk, window.sources[few], window.first[few], window.all_visible)
+            assert entries is not None
+            keys = keys_of(seen, _entries_of(entries, few), d, inverse.cos.shape[-1])
+            _attend_parts(
+                queries[few], keys, sink, inverse.rows(few), output[few], tile, num_parts, self._arrivals
+            )  # fmt: skip
 
 
 def _entries_of(entries: EntryKeys, few: slice) -> EntryKeys:
@@ -110,45 +130,40 @@ def _entries_of(entries: EntryKeys, few: slice) -> EntryKeys:
     return EntryKeys(entries.entries, entries.slots, entries.counts[few], entries.rows[few])
 
 
-def _attend_few(
+def _attend_parts(
     queries: Tensor,
-    window: WindowKeys,
-    entries: EntryKeys | None,
+    keys: Keys,
     sink: Tensor,
     inverse: Rotation,
     output: Tensor,
+    tile: Tile,
     num_parts: int,
     arrivals: Tensor,
 ) -> None:
     """Attend with room for the results of num_parts parts a token; arrivals: zeros, and zeros again behind it."""
     n, H, d = queries.shape
-    packed = is_packed(window.ring)
-    tile = _Tile(H, d, queries.dtype, packed)
     num_blocks = triton.cdiv(H, tile.heads)
     mixes = sums = sink  # not written where a token has one part
     if num_parts > 1:
         mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
-    # Without entries their pointers are not read; the window's stand in. One compiled kernel serves all layer kinds,
-    # and a second one any number of parts above one, whose sum takes registers from the rest.
-    slots = window.sources if entries is None else entries.slots
-    rows = None if entries is None else entries.rows
-    kept = window.ring if entries is None else entries.entries
-    rotary = inverse.cos.shape[-1]
+    # One compiled kernel serves all layer kinds, and a second one any number of parts above one, whose sum takes
+    # registers from the rest.
     _attend[(n, num_blocks, num_parts)](
         queries,
-        window.ring,
-        tails_of(window.ring),
-        window.chunk,
-        window.sources,
-        window.first,
-        window.sources.shape[1],
-        kept,
-        tails_of(kept),
-        slots,
-        slots if rows is None else rows,
-        window.first if entries is None else entries.counts,
-        0 if entries is None else slots.shape[1],
-        int(rows is not None),
+        keys.ring,
+        keys.ring_tails,
+        keys.chunk,
+        keys.sources,
+        keys.first,
+        keys.window,
+        keys.entries,
+        keys.entry_tails,
+        keys.slots,
+        keys.slot_stride,
+        keys.rows,
+        keys.counts,
+        keys.most,
+        keys.by_rows,
         sink,
         inverse.cos,
         inverse.sin,
@@ -160,9 +175,9 @@ def _attend_few(
         H,
         MANY_PARTS=num_parts > 1,
         D=d,
-        R=rotary,
-        B=window.ring.shape[1] if packed else 0,
-        SCALES=scales_at(d, rotary) if packed else 0,
+        R=inverse.cos.shape[-1],
+        B=keys.packed_bytes,
+        SCALES=keys.scales,
         PART=PART,
         BLOCK_H=tile.heads,
         BLOCK_D=tile.width,
@@ -174,23 +189,6 @@ def _attend_few(
         num_stages=tile.stages,
         launch_pdl=EARLY,
     )
-
-
-class _Tile:
-    """Sizes of one program, by geometry and dtype alone: they fix the order of every reduction."""
-
-    def __init__(self, num_heads: int, width: int, dtype: torch.dtype, packed: bool) -> None:
-        self.width = block_of(width) if packed else triton.next_power_of_2(width)
-        # A tensor core tile has 16 rows; 64 heads share each key that is read and fill a warp group's product.
-        self.heads = min(max(triton.next_power_of_2(num_heads), 16), 64 if dtype == torch.bfloat16 else 16)
-        if dtype == torch.bfloat16:
-            # Places are loaded two tiles ahead and keys one: queries, two tiles of keys and the shares of 64 heads by
-            # 512 take 193 of the 227 KiB of shared memory.
-            # Packed ones lie there as codes, as rotary columns and as values: 32 of them take 176 KiB.
-            self.keys, self.stages = 32 if packed else 64, 3
-        else:
-            self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
-        self.warps = 8 if self.heads * self.width >= 64 * 256 else 4
 
 
 def norm_and_rotate(
@@ -227,35 +225,7 @@ def norm_and_rotate(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
-    """Rotate the last R of D columns by token t's angles; elsewhere cos 1 and sin 0. x [ROWS, BLOCK_D] float32 is those
-    from `first` on."""
-    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_D // 2, 2]))
-    column = first + 2 * tl.arange(0, BLOCK_D // 2)
-    turned = (column >= D - R) & (column < D)
-    at = t * R + column - (D - R)
-    c = tl.load(cos + at, mask=turned, other=1.0)[None, :]
-    s = tl.load(sin + at + 1, mask=turned, other=0.0)[None, :]  # the odd one has the plain sign
-    return tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), [ROWS, BLOCK_D])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _fold(q, keys, live, top, total, mixed, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Take one tile of keys into the running maximum [H], denominator [H] and numerator [H, d] of a softmax."""
-    keys = keys.to(OPERAND)
-    logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-    logits = tl.where(live[None, :], logits, float("-inf"))
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    shares = tl.exp(logits - new_top[:, None])
-    shrink = tl.exp(top - new_top)
-    total = total * shrink + tl.sum(shares, 1)
-    mixed = mixed * shrink[:, None]
-    mixed = tl.dot(shares.to(OPERAND), keys, mixed, input_precision=PRECISION)
-    return new_top, total, mixed
-
-
-@triton.jit(do_not_specialize=["W", "E", "by_rows", "num_parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["W", "slot_stride", "E", "by_rows", "num_parts"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # [n, H, d]
     ring,  # [*, d], or packed [*, B]
@@ -266,7 +236,8 @@ def _attend(  # type: ignore[no-untyped-def]
     W,
     entries,  # [*, d], or packed [*, B]
     entry_tails,
-    slots,  # [n or B, E]
+    slots,  # rows of E, slot_stride apart
+    slot_stride,
     rows,  # [n]
     counts,  # [n]
     E,
@@ -310,45 +281,33 @@ def _attend(  # type: ignore[no-untyped-def]
     q = tl.load(queries + own, mask=real, other=0.0).to(OPERAND)
     # The sink is a key of no value: it starts the first part's maximum, and its denominator with e^0.
     top = tl.load(sink + h, mask=h < H, other=0.0)
-    total = tl.full([BLOCK_H], 1.0, tl.float32)
+    total = tl.full([BLOCK_H, SUMS], 1.0, tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     hidden = tl.load(first + t).to(tl.int32)
     begin = hidden // BLOCK_K * BLOCK_K
     if MANY_PARTS:  # noqa: SIM102 - this one is decided when the kernel is compiled
         if part > 0:
             top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_H], tl.float32)
+            total = tl.zeros([BLOCK_H, SUMS], tl.float32)
             begin = W
 
     for start in range(begin, W, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        live = (k >= hidden) & (k < W)
-        # In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
-        source = tl.load(sources + t * W + tl.minimum(tl.maximum(k, hidden), W - 1))
-        if B > 0:
-            old = source >= 0
-            keys = load_keys(ring, ring_tails, tl.where(old, source, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
-            row = chunk + tl.where(old, 0, -1 - source) * D
-            fresh = (source < 0)[:, None] & (c < D)[None, :]
-            keys = tl.where(fresh, tl.load(row[:, None] + c[None, :], mask=fresh, other=0.0).to(OPERAND), keys)
-        else:
-            row = tl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
-            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
-        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
-    own_slots = slots + t * E
+        keys = window_keys(
+            ring, ring_tails, chunk, sources + t * W, k, hidden, W, D, R, B, SCALES, BLOCK_D, OPERAND
+        )  # fmt: skip
+        logits = logits_of(q, keys, (k >= hidden) & (k < W), PRECISION)
+        top, total, mixed = take(logits, keys, top, total, mixed, OPERAND, PRECISION)
+    own_slots = slots + t * slot_stride
     if by_rows:
-        own_slots = slots + tl.load(rows + t) * E
+        own_slots = slots + tl.load(rows + t) * slot_stride
     for start in range(part * PART, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        live = k < count
-        slot = tl.load(own_slots + tl.minimum(k, count - 1))
-        if B > 0:
-            keys = load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
-        else:
-            row = entries + slot * D
-            keys = tl.load(row[:, None] + c[None, :], mask=(c < D)[None, :], other=0.0)
-        top, total, mixed = _fold(q, keys, live, top, total, mixed, OPERAND, PRECISION)
+        keys = entry_keys(entries, entry_tails, own_slots, k, count, D, R, B, SCALES, BLOCK_D, OPERAND)
+        logits = logits_of(q, keys, k < count, PRECISION)
+        top, total, mixed = take(logits, keys, top, total, mixed, OPERAND, PRECISION)
 
+    denominator = tl.max(total, 1)
     if MANY_PARTS:
         live_parts = (count + PART - 1) // PART
         if live_parts > 1:
@@ -356,7 +315,7 @@ def _attend(  # type: ignore[no-untyped-def]
             own_sums = sums + (first_part + part) * 2 * H
             tl.store(mixes + ((first_part + part) * H + h)[:, None] * D + c[None, :], mixed, mask=real)
             tl.store(own_sums + h, top, mask=h < H)
-            tl.store(own_sums + H + h, total, mask=h < H)
+            tl.store(own_sums + H + h, denominator, mask=h < H)
             # Every thread's stores come before the arrival, and the last arrival before any load of others' parts.
             tl.debug_barrier()
             arrival = arrivals + t * tl.num_programs(1) + tl.program_id(1)
@@ -367,7 +326,7 @@ def _attend(  # type: ignore[no-untyped-def]
                     H, D, R, BLOCK_H, BLOCK_D, BLOCK_C,
                 )  # fmt: skip
             return
-    mixed = rotate_pairs(mixed / total[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
+    mixed = rotate_pairs(mixed / denominator[:, None], cos, sin, t, D, R, BLOCK_H, BLOCK_D)
     tl.store(output + own, mixed.to(output.dtype.element_ty), mask=real)
 
 

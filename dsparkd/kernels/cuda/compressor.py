@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.attention import rotate_pairs
+from dsparkd.kernels.cuda.attention_tile import rotate_pairs
 from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.packed import SPAN as SPAN_OF_SCALE
 from dsparkd.kernels.cuda.packed import block_of, store_index_key, store_key, tails_of

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.attention import rotate_pairs
+from dsparkd.kernels.cuda.attention_tile import rotate_pairs
 from dsparkd.kernels.cuda.launch import EARLY, constant, follow
 from dsparkd.kernels.rotary import Rotation
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
-from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
+from dsparkd.kernels.attention import TorchAttention, WindowKeys
 from dsparkd.kernels.cuda import attention
 from dsparkd.kernels.cuda.attention import TritonAttention, norm_and_rotate
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
+from tests.kernels.cuda.attention_case import COUNTS, LONG, PART, POOL, RING, Case, N, W, columns_for, rotation_of
 from tests.kernels.cuda.values import DTYPES, close, noise
 from tools.gates.kernels import poisoned_memory
-
-W, RING, POOL = 48, 60, 300  # window, rows of ring and pages
-COUNTS = [0, 1, 64, 65, 130, 192, 0]
-PART = 128  # entries of a part here
-LONG = [0, PART, PART + 1, 2 * PART, 1, 2 * PART + 70, 0]  # up to three parts, among tokens of one
-FIRST = [47, 5, 0, 33, 0, 0, 48]  # the last token sees nothing: padding
-N = len(COUNTS)
 
 
 @pytest.fixture(autouse=True)
@@ -31,56 +25,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "PART", PART)
 
 
-def rotation_of(tokens: int, rotary: int) -> Rotation:
-    angles = noise(tokens, 1, rotary // 2, seed=7).repeat_interleave(2, 2)
-    return Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0] * (rotary // 2)))
-
-
-def columns_for(count: int) -> int:
-    """Slots are laid out in whole tiles."""
-    return -(-count // 64) * 64
-
-
-class Case:
-    """Random queries and keys of a few tokens; everything on the cpu until it is run."""
-
-    def __init__(self, heads: int, width: int, dtype: torch.dtype, counts: Sequence[int] = COUNTS) -> None:
-        draw = torch.Generator().manual_seed(1)
-        self.queries = (noise(N, heads, width) * width**-0.5).to(dtype)
-        self.sink = noise(heads, seed=3)
-        self.ring, self.chunk = noise(RING, width, seed=4).to(dtype), noise(N, width, seed=5).to(dtype)
-        self.sources = torch.randint(-N, RING, (N, W), generator=draw)
-        self.entries = noise(POOL, width, seed=6).to(dtype)
-        self.counts, self.first = torch.tensor(counts), torch.tensor(FIRST)
-        self.columns = columns_for(max(counts))
-        self.slots = torch.randint(1, POOL, (N, self.columns), generator=draw)
-        self.slots[torch.arange(self.columns) >= self.counts[:, None]] = 0
-        self.inverse = rotation_of(N, 8)
-
-    def run(
-        self,
-        form: TorchAttention | TritonAttention,
-        device: torch.device,
-        part: slice = slice(0, N),
-        columns: int | None = None,
-    ) -> Tensor:
-        """columns: of the slots that are shown; None for all."""
-        width = self.columns if columns is None else columns
-
-        def moved(x: Tensor) -> Tensor:
-            return x.contiguous().to(device)
-
-        window = WindowKeys(
-            moved(self.ring), moved(self.chunk), moved(self.sources[part]), moved(self.first[part]), False
-        )
-        entries = None
-        if width:
-            entries = EntryKeys(moved(self.entries), moved(self.slots[part, :width]), moved(self.counts[part]))
-        inverse = Rotation(moved(self.inverse.cos[part]), moved(self.inverse.sin[part]))
-        queries = moved(self.queries[part])
-        output = torch.full_like(queries, torch.nan)
-        form.attend(queries, window, entries, moved(self.sink), inverse, output)
-        return output.cpu()
+@pytest.fixture(autouse=True, params=["few", "many"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of one part as few, or as if they were many."""
+    if request.param == "many":
+        monkeypatch.setattr(attention, "FEW_TOKENS", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,18 +77,28 @@ def test_nobody_waits_for_parts_of_an_earlier_call(device: torch.device) -> None
     assert not form._arrivals.any()
 
 
-def test_both_of_its_kernels_are_made_ready_at_start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one part and for more."""
-    parts: list[int] = []
-    attend = attention._attend_few
+def test_all_of_its_ways_are_made_ready_at_start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For few tokens, for many and for more than one part; no more tokens than that takes."""
+    taken: list[tuple[str, int]] = []
+    for name in ("attend_few", "_attend_parts"):
+        attend = getattr(attention, name)
 
-    def noted(*arguments: object) -> None:
-        parts.append(arguments[-2])  # type: ignore[arg-type]
-        attend(*arguments)  # type: ignore[arg-type]
+        def noted(queries: Tensor, *rest: object, name: str = name, attend: Callable[..., None] = attend) -> None:
+            taken.append((name, queries.shape[0]))
+            attend(queries, *rest)
 
-    monkeypatch.setattr(attention, "_attend_few", noted)
+        monkeypatch.setattr(attention, name, noted)
+    monkeypatch.setattr(attention, "FEW_TOKENS", 2)
     TritonAttention().prepare(8, 32, 8, torch.empty(0, dtype=torch.bfloat16, device=device))
-    assert parts == [1, 2]
+    assert taken == [("attend_few", 1), ("_attend_parts", 3), ("_attend_parts", 1)]
+
+
+def test_slots_behind_what_any_token_sees_make_no_parts(device: torch.device) -> None:
+    """A captured shape has slots for any context, and says how many of them count."""
+    slots = torch.zeros((2, 4 * PART), dtype=torch.int64, device=device)
+    seen = TritonAttention().see(slots, Visible(slots, slots[0], slots[0], PART - 1))
+    assert seen.slots.shape == (2, PART)
+    assert seen.slots.stride(0) == 4 * PART
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
