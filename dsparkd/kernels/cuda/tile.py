@@ -50,6 +50,7 @@ class Tiles:
 
     held: inputs come one step ahead into registers, and weights alone so many ahead. Then a step's products are begun
     together, with fewer instructions between them.
+    apart: of linears, a packed weight is laid out as rows first, and both operands come through shared memory.
     """
 
     rows: int
@@ -59,10 +60,12 @@ class Tiles:
     stages: int
     registers: int | None = None
     held: bool = False
+    apart: bool = False
 
 
 TURNED_COLUMNS = 1024  # of one program that turns them
 REGROUPED = 4096  # words of one program
+STRETCH = 4  # pieces that one program lays out as rows
 FORMAT_CODES = {Format.DENSE: 0, Format.FP8: 1, Format.FP4: 2}  # what kernels are compiled for
 
 
@@ -353,6 +356,41 @@ def in_pieces(weight: Weight, sections: int = 1) -> tuple[Tensor, Tensor]:
         weight.scales, scales, scales.numel(), *shape, FORMAT=code, BLOCK=REGROUPED // 4
     )
     return pieces, scales
+
+
+def in_rows(values: Tensor, scales: Tensor, form: Format, shape: tuple[int, int], sections: int = 1) -> Tensor:
+    """Return the weight of these pieces [O, I] as bfloat16, columns in the order of its tiles; I is a multiple of 128.
+
+    Every section is filled up with zeros to whole 128 rows: [sections * ceil(O / sections, 128), I].
+    """
+    outputs, width = shape
+    rows = sections * triton.cdiv(outputs // sections, 128) * 128
+    out = torch.empty((rows, width), dtype=torch.bfloat16, device=values.device)
+    steps = math.gcd(width // 128, STRETCH)
+    _in_rows[(rows // 64, width // 128 // steps)](
+        values,
+        scales,
+        out,
+        WIDTH=width,
+        STEPS=steps,
+        FORMAT=FORMAT_CODES[form],
+        OPERAND=tl.bfloat16 if values.is_cuda else tl.float32,
+        launch_pdl=EARLY,
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_rows(  # type: ignore[no-untyped-def]
+    values, scales, out, WIDTH: tl.constexpr, STEPS: tl.constexpr, FORMAT: tl.constexpr, OPERAND: tl.constexpr
+):
+    follow()
+    block = tl.program_id(0).to(tl.int64)
+    rows = out + (block * 64 + tl.arange(0, 64))[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    first = tl.program_id(1) * STEPS * 128
+    for k in range(first, first + STEPS * 128, 128):
+        tile = packed_tile(values, scales, block, 1, k, WIDTH, FORMAT, OPERAND, 64)
+        tl.store(rows + k, tile.to(tl.bfloat16))
 
 
 @triton.jit(do_not_specialize=["size", "height", "row_runs", "row_scales", "blocks", "steps"])  # type: ignore[untyped-decorator]

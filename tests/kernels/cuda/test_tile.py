@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsparkd.kernels.cuda.linear import TritonLinear
-from dsparkd.kernels.cuda.tile import in_pieces, turn, turned_place
+from dsparkd.kernels.cuda.tile import in_pieces, in_rows, turn, turned_place
 from dsparkd.kernels.weight import Format, Weight, decode, stacked
 from tools.kernel_cases.weights import random_weight
 
@@ -57,6 +57,20 @@ def test_every_row_and_column_is_multiplied_by_its_own_scale(device: torch.devic
     weight = Weight(form, weight.values, scales)
     x = torch.eye(width, dtype=torch.bfloat16, device=device)
     assert torch.equal(TritonLinear(weight, wide=True)(x), decode(weight, torch.float32).t())
+
+
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.parametrize(("height", "width", "sections"), [(64, 128, 1), (70, 768, 3)])
+def test_pieces_laid_out_as_rows_are_the_weight_again(
+    device: torch.device, form: Format, height: int, width: int, sections: int
+) -> None:
+    """For products of many rows; FP4 with its columns turned, each section on whole tiles of 128 rows."""
+    weight = random_weight(form, sections * height, width, 3, device)
+    rows = in_rows(*in_pieces(weight, sections), form, weight.shape, sections).view(sections, 128, width)
+    expected = decode(weight, torch.bfloat16)
+    expected = turn(expected) if form is Format.FP4 else expected
+    assert torch.equal(rows[:, :height].flatten(0, 1), expected)
+    assert not rows[:, height:].any()
 
 
 def test_inputs_are_turned_to_where_their_columns_lie(device: torch.device) -> None:
