@@ -20,8 +20,8 @@ from dsparkd.model.layers import Linear, WeightSource, inverse_rms, sigmoid
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """streams [T, S, D] between two sublayers. raw [P, T, O]: what HyperConnectionKernel.collapse wants of them for the
-    sublayer to come, where it is made already."""
+    """streams [T, S, D] between two sublayers. raw: what HyperConnectionKernel.collapse wants of them for the sublayer
+    to come, where it is made already."""
 
     streams: Tensor
     raw: Tensor | None = None

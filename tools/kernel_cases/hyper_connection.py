@@ -64,7 +64,7 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         return Collapsed(output[part], back.post[part], back.comb[part])
 
     def collapse(part: slice) -> Collapsed:
-        return kernel.collapse(streams[part], parts[:, part].contiguous(), mixing)
+        return kernel.collapse(streams[part], parts[None, :, part].contiguous(), mixing)
 
     def reference_collapse(part: slice) -> Collapsed:
         return torch_form.collapse(streams[part].float(), raw[:, part], mixing)
@@ -93,7 +93,7 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         name="mhc.product",
         shape=f"{tokens} tokens",
         num_rows=tokens,
-        run=lambda part: product(streams[part]).sum(0),
+        run=lambda part: sum_of(product(streams[part])),
         reference=lambda part: reference_product(streams[part]),
         tolerance=1e-5,
         floor_bytes=stream_bytes + 4 * matrix.numel(),
@@ -108,7 +108,7 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         reference=lambda part: reference_collapse(part).input,
         tolerance=2e-2,
         floor_bytes=stream_bytes + row_bytes + 4 * parts.numel(),
-        timed=lambda: kernel.collapse(streams, parts, mixing),
+        timed=lambda: kernel.collapse(streams, parts[None], mixing),
     )
     for kind, pick in (("post", lambda back: back.post), ("comb", lambda back: back.comb)):
         yield Case(
@@ -135,12 +135,12 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         shape=f"{tokens} tokens",
         num_rows=tokens,
         run=lambda part: collapse_last(
-            streams[part], head[:, part].contiguous(), scale, base, mixing.eps, mixing.norm_eps
+            streams[part], head[None, :, part].contiguous(), scale, base, mixing.eps, mixing.norm_eps
         ),
         reference=reference_last,
         tolerance=1e-2,
         floor_bytes=stream_bytes + row_bytes,
-        timed=lambda: collapse_last(streams, head, scale, base, mixing.eps, mixing.norm_eps),
+        timed=lambda: collapse_last(streams, head[None], scale, base, mixing.eps, mixing.norm_eps),
     )
     yield Case(
         name="mhc.expand",
@@ -165,12 +165,20 @@ def _cases(width: int, tokens: int, device: torch.device) -> Iterator[Case]:
         name="mhc.advance.product",
         shape=f"{tokens} tokens",
         num_rows=tokens,
-        run=lambda part: advance_rows(part)[1].sum(0),
+        run=lambda part: sum_of(advance_rows(part)[1]),
         reference=lambda part: reference_product(advance_rows(part)[0]),
         tolerance=1e-5,
         floor_bytes=0,
         untimed=True,
     )
+
+
+def sum_of(parts: Tensor) -> Tensor:
+    """Products of parts [Q, P, T, O]: pieces are added in order, so that it does not matter how many there are."""
+    total = parts[0]
+    for piece in parts[1:]:
+        total = total + piece
+    return total.sum(0)
 
 
 def squares_of(streams: Tensor) -> Tensor:

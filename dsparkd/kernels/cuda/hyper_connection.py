@@ -2,11 +2,15 @@
 
 One kernel takes a sublayer's output back into the streams and multiplies these by the mixing matrix of the next
 connection while it has them: by columns, in parts of PART_COLUMNS of every stream, whatever the number of tokens, so
-that few tokens fill the device and a token's bits are its own. With the products goes the sum of the streams' squares.
-A collapse adds the parts, and does the rest of its token in one pass over the streams; the matrix that leads back is
-another program's, beside it.
+that a token's bits are its own. Each stream's products are summed apart and then added in order: by one program, or,
+where tokens are few, by the collapse, and each stream has programs of its own. With the products goes the sum of the
+streams' squares. A collapse adds the parts, and does the rest of its token in one pass over the streams; the matrices
+that lead back are other programs', beside it.
 
-Letters: T tokens, S streams, D width, O = (2 + S) * S products a token (the head: S), P parts, K = S * D.
+What few tokens take is ways to the memory and back. So programs load all that they will need at once.
+
+Letters: T tokens, S streams, D width, O = (2 + S) * S products a token (the head: S), P parts, K = S * D, Q pieces of a
+part: S, or 1.
 """
 
 from __future__ import annotations
@@ -17,19 +21,22 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.errors import CapabilityError
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, constant, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.hyper_connection import Collapsed, Mixing
 
 PART_COLUMNS = 128
-STAGES = 2  # of the matrix' rows: those of the next stream are loaded while one is multiplied
-BLOCK_T = 16  # tokens of one program; the same for any number of them, and so is the order of all sums
+FEW_TOKENS = 32  # up to so many each stream has programs of its own
+BLOCK_T = 16  # tokens of a program that advances
+FEW_BACK, MANY_BACK = 1, 8  # tokens of a program that makes matrices
+MANY_REGISTERS = 168  # a thread of a program that advances many: three of them fit a processor
+GROUP = tl.constexpr(8)  # parts that are added side by side
 
 
 class TritonProduct:
-    """Product of streams with a float32 matrix [O, K], in parts [P, T, O + 1] float32 whose sum it is; the last column
-    is that of the streams' squares.
+    """Product of streams with a float32 matrix [O, K], in parts [Q, P, T, O + 1] float32; the last column is that of
+    the streams' squares. A part is the sum of its pieces in ascending order, the product the sum of the parts.
 
     For bfloat16 streams the matrix is kept as a sum of three bfloat16 terms, whose products with them are exact: the
     tensor cores then give what float32 arithmetic would, up to the order of its sums.
@@ -52,8 +59,8 @@ class TritonProduct:
 
     def parts_of(self, streams: Tensor) -> Tensor:
         """Memory for the parts of a product with these streams."""
-        T, _, D = streams.shape
-        shape = (triton.cdiv(D, PART_COLUMNS), T, self.terms.shape[1] + 1)
+        T, S, D = streams.shape
+        shape = (S if T <= FEW_TOKENS else 1, triton.cdiv(D, PART_COLUMNS), T, self.terms.shape[1] + 1)
         return torch.empty(shape, dtype=torch.float32, device=streams.device)
 
 
@@ -70,11 +77,12 @@ class TritonHyperConnection:
             )
 
     def collapse(self, streams: Tensor, raw: Tensor, mixing: Mixing) -> Collapsed:
-        """See HyperConnectionKernel; raw [P, T, O + 1] is a TritonProduct's."""
+        """See HyperConnectionKernel; raw [Q, P, T, O + 1] is a TritonProduct's."""
         T, S, D = streams.shape
         post, comb = raw.new_empty((T, S)), raw.new_empty((T, S, S))
         collapsed = Collapsed(streams.new_empty((T, D)), post, comb)
-        _collapse[(T, 2)](
+        together = FEW_BACK if T <= FEW_TOKENS else MANY_BACK
+        _collapse[(triton.cdiv(T, together) + T,)](
             streams,
             raw,
             mixing.scale,
@@ -88,10 +96,13 @@ class TritonHyperConnection:
             mixing.norm_eps,
             S=S,
             D=D,
-            P=raw.shape[0],
+            Q=raw.shape[0],
+            P=raw.shape[1],
             ITERATIONS=mixing.iterations,
+            BLOCK_T=together,
             BLOCK_D=triton.next_power_of_2(D),
-            BLOCK_P=triton.next_power_of_2(raw.shape[0]),
+            BLOCK_P=triton.next_power_of_2(raw.shape[1]),
+            BLOCK_O=triton.next_power_of_2(raw.shape[3]),
             num_warps=8 if D > 1024 else 4,
             launch_pdl=EARLY,
         )
@@ -126,7 +137,8 @@ def _launch(
     whole = streams if output is None else output.shared if isinstance(output, Summands) else output
     first, second = (whole, whole) if summands is None else summands.partials
     terms = streams if product is None else product.terms
-    _advance[(triton.cdiv(T, BLOCK_T), triton.cdiv(D, PART_COLUMNS))](
+    is_few = T <= FEW_TOKENS
+    _advance[(triton.cdiv(T, BLOCK_T), triton.cdiv(D, PART_COLUMNS), S if is_few else 1)](
         whole,
         first,
         second,
@@ -143,20 +155,21 @@ def _launch(
         O=1 if product is None else terms.shape[1],
         S=S,
         D=D,
+        SPREAD=is_few,
         BLOCK_T=BLOCK_T,
         BLOCK_C=PART_COLUMNS,
         BLOCK_O=16 if product is None else max(16, triton.next_power_of_2(terms.shape[1])),
-        STAGES=STAGES,
         OPERAND=operand(streams),
         PRECISION=precision(streams),
         num_warps=4,
+        maxnreg=None if is_few else MANY_REGISTERS,
         launch_pdl=EARLY,
     )
 
 
 def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
-    """Collapse streams [T, S, D] into [T, D] by sigmoid weights: raw [P, T, S + 1] a TritonProduct's, scale one number,
-    base [S], float32."""
+    """Collapse streams [T, S, D] into [T, D] by sigmoid weights: raw [Q, P, T, S + 1] a TritonProduct's, scale one
+    number, base [S], float32."""
     T, S, D = streams.shape
     collapsed = streams.new_empty((T, D))
     if T:
@@ -171,13 +184,45 @@ def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps
             norm_eps,
             S=S,
             D=D,
-            P=raw.shape[0],
+            Q=raw.shape[0],
+            P=raw.shape[1],
             BLOCK_D=triton.next_power_of_2(D),
-            BLOCK_P=triton.next_power_of_2(raw.shape[0]),
+            BLOCK_P=triton.next_power_of_2(raw.shape[1]),
+            BLOCK_O=triton.next_power_of_2(raw.shape[3]),
             num_warps=8 if D > 1024 else 4,
             launch_pdl=EARLY,
         )
     return collapsed
+
+
+@triton.jit
+def _with(items, item):  # type: ignore[no-untyped-def]
+    """The tuple and one item more."""
+    return items + (item,)  # noqa: RUF005
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_of(terms, target, c, o, TERMS: tl.constexpr, O: tl.constexpr, S: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+    """Terms of the matrix for columns c of one stream: a tuple of [columns, outputs]."""
+    rows = ()
+    for term in tl.static_range(TERMS):
+        places = terms + ((term * O + o[None, :]) * S + target) * D + c[:, None]
+        rows = _with(rows, constant(places, (o < O)[None, :] & (c < D)[:, None]))
+    return rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x float32 in another type.
+
+    Two at once for bfloat16, as the compiler does not do it where both are used one by one. And it takes an assembler's
+    instruction for one that must not be repeated: what leads to a product's operand it else computes again in every
+    warp.
+    """
+    if IS_COMPILED and TYPE == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, False, 2)
+    else:
+        return x.to(TYPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -190,7 +235,7 @@ def _advance(  # type: ignore[no-untyped-def]
     comb,  # [T, S, S]
     terms,  # [TERMS, O, S, D]
     expanded,  # [T, S, D]
-    parts,  # [P, T, O + 1]
+    parts,  # [S, P, T, O + 1] with SPREAD, else [1, P, T, O + 1]
     T,
     EXPAND: tl.constexpr,
     ADD: tl.constexpr,
@@ -198,52 +243,68 @@ def _advance(  # type: ignore[no-untyped-def]
     O: tl.constexpr,  # noqa: E741
     S: tl.constexpr,
     D: tl.constexpr,
+    SPREAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_O: tl.constexpr,
-    STAGES: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """EXPAND: take the output into the streams; ADD: it is the sum of first, second and output, rounded. TERMS:
-    multiply what they are then."""
-    follow()
+    multiply what they are then. SPREAD: a program makes one stream."""
     part = tl.program_id(1)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    lowest = tl.program_id(2)
     c = part * BLOCK_C + tl.arange(0, BLOCK_C)
     o = tl.arange(0, BLOCK_O)
+    if SPREAD:
+        rows = _rows_of(terms, lowest, c, o, TERMS, O, S, D)
+    follow()
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = t.to(tl.int64)
     row_ok = t < T
     live = row_ok[:, None] & (c < D)[None, :]
     own_streams = streams + row[:, None] * (S * D) + c[None, :]
+    sources = ()
     if EXPAND:
         own = tl.load(output + row[:, None] * D + c[None, :], mask=live, other=0.0).to(tl.float32)
+        for source in tl.static_range(S):
+            sources = _with(sources, tl.load(own_streams + source * D, mask=live, other=0.0))
         if ADD:
             total = tl.load(first + row[:, None] * D + c[None, :], mask=live, other=0.0)
             total += tl.load(second + row[:, None] * D + c[None, :], mask=live, other=0.0)
-            own = (total + own).to(streams.dtype.element_ty).to(tl.float32)  # it is a tensor of the model's dtype
+            own = _rounded(total + own, streams.dtype.element_ty).to(tl.float32)  # a tensor of the model's dtype
     product = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    for target in tl.range(0, S, num_stages=STAGES):
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    # Not pipelined: what is loaded here waits for nothing that the loop computes.
+    for target in tl.range(lowest, lowest + (1 if SPREAD else S), num_stages=1):
+        if TERMS and not SPREAD:
+            rows = _rows_of(terms, target, c, o, TERMS, O, S, D)
         if EXPAND:
-            total = tl.load(post + row * S + target, mask=row_ok, other=0.0)[:, None] * own
-            for source in tl.static_range(S):  # all but the first read of each stream hit the nearest cache
-                x = tl.load(own_streams + source * D, mask=live, other=0.0).to(tl.float32)
-                total += tl.load(comb + (row * S + source) * S + target, mask=row_ok, other=0.0)[:, None] * x
-            new = total.to(streams.dtype.element_ty)
+            new = tl.load(post + row * S + target, mask=row_ok, other=0.0)[:, None] * own
+            for source in tl.static_range(S):
+                share = tl.load(comb + (row * S + source) * S + target, mask=row_ok, other=0.0)
+                new += share[:, None] * sources[source].to(tl.float32)
+            new = _rounded(new, streams.dtype.element_ty)
             tl.store(expanded + row[:, None] * (S * D) + target * D + c[None, :], new, mask=live)
         else:
             new = tl.load(own_streams + target * D, mask=live, other=0.0)
         if TERMS:
-            squares += new.to(tl.float32) * new.to(tl.float32)
-            for term in tl.static_range(TERMS):
-                places = terms + ((term * O + o[None, :]) * S + target) * D + c[:, None]
-                weight = tl.load(places, mask=(o < O)[None, :] & (c < D)[:, None], other=0.0)
-                product = tl.dot(new.to(OPERAND), weight.to(OPERAND), product, input_precision=PRECISION)
+            # By an fma: an addition the compiler would take for the start of the next chain, whose order it changes.
+            product = tl.fma(_product_of(new, rows, TERMS, OPERAND, PRECISION), 1.0, product)
+            squares += tl.sum(new.to(tl.float32) * new.to(tl.float32), 1)
     if TERMS:
-        own_parts = parts + (part * T + row) * (O + 1)
+        own_parts = parts + ((lowest * tl.num_programs(1) + part) * T + row) * (O + 1)
         tl.store(own_parts[:, None] + o[None, :], product, mask=row_ok[:, None] & (o < O)[None, :])
-        tl.store(own_parts + O, tl.sum(squares, 1), mask=row_ok)
+        tl.store(own_parts + O, squares, mask=row_ok)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product_of(x, rows, TERMS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x times the sum of the terms, as one chain: [BLOCK_T, BLOCK_O]."""
+    total = tl.dot(x.to(OPERAND), rows[0].to(OPERAND), input_precision=PRECISION)
+    for term in tl.static_range(1, TERMS):
+        total = tl.dot(x.to(OPERAND), rows[term].to(OPERAND), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -253,26 +314,148 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
     return tl.where(x >= 0, 1.0, small) / (1 + small)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _summed(raw, t, T, O: tl.constexpr, at, P: tl.constexpr, BLOCK_P: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
-    """Products at these places of token t: the sum over the parts, in an order that P alone decides."""
-    p = tl.arange(0, BLOCK_P)
-    places = raw + (p * T + t)[:, None] * (O + 1) + at[None, :]
-    return tl.sum(tl.load(places, mask=(p < P)[:, None], other=0.0), 0)
+@triton.jit
+def _reciprocal(x):  # type: ignore[no-untyped-def]
+    """1 / x for a normal x, in one instruction: off by one unit in the last place at most."""
+    if IS_COMPILED:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return 1.0 / x
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _inverse_length(raw, t, T, norm_eps, O: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
-    """(mean of squares + eps) ** -1/2 over all streams of token t."""
-    p = tl.arange(0, BLOCK_P)
-    squares = tl.load(raw + (p * T + t) * (O + 1) + O, mask=p < P, other=0.0)
-    return tl.rsqrt(tl.sum(squares, 0) / K + norm_eps)
+def _summed(  # type: ignore[no-untyped-def]
+    raw, t, T, o, OUTPUTS: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    """Products of tokens t [B] and their squares' sum, [B, BLOCK_O]: pieces are added, then parts.
+
+    In an order that P alone decides, however the compiler lays the parts over threads: GROUP of them are added side by
+    side, in ascending order, and then halves by halves, two numbers at a time.
+    """
+    WIDTH: tl.constexpr = min(GROUP, BLOCK_P)
+    total = tl.zeros([t.shape[0], WIDTH, o.shape[0]], tl.float32)
+    for first in tl.static_range(0, BLOCK_P, WIDTH):
+        p = first + tl.arange(0, WIDTH)
+        mask = (t < T)[:, None, None] & (p < P)[None, :, None] & (o < OUTPUTS)[None, None, :]
+        places = raw + (p[None, :, None] * T + t[:, None, None]) * OUTPUTS + o[None, None, :]
+        part = tl.load(places, mask=mask, other=0.0)
+        for piece in tl.static_range(1, Q):
+            part += tl.load(places + piece * P * T * OUTPUTS, mask=mask, other=0.0)
+        total += part
+    return _halved(total, WIDTH)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _halved(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum over the second dimension, N, of x [B, N, O]: halves are added until one is left."""
+    if N == 1:
+        return tl.reshape(x, [x.shape[0], x.shape[2]])
+    else:
+        return _halved(tl.sum(tl.reshape(x, [x.shape[0], 2, N // 2, x.shape[2]]), 1), N // 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    streams, raw, t, T, scale, base, eps, norm_eps,
+    GATES: tl.constexpr, S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """Sum of token t's streams, in ascending order, by sigmoids of its first S products: [BLOCK_D] float32.
+
+    scale and base [BLOCK_O]; GATES: how many products lie before the squares' sum.
+    """
+    c, o = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_O)
+    sources = ()
+    for source in tl.static_range(S):
+        sources = _with(sources, tl.load(streams + (t * S + source) * D + c, mask=c < D, other=0.0))
+    tl.debug_barrier()  # or the compiler moves these loads behind those of the parts, and their wait
+    sums = tl.reshape(_summed(raw, t + tl.arange(0, 1), T, o, GATES + 1, Q, P, BLOCK_P), [BLOCK_O])
+    length = tl.rsqrt(tl.sum(tl.where(o == GATES, sums, 0.0), 0) / (S * D) + norm_eps)
+    gates = _sigmoid(sums * length * scale + base) + eps
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for source in tl.static_range(S):
+        total += sources[source].to(tl.float32) * tl.sum(tl.where(o == source, gates, 0.0), 0)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _columns(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of x [B, N], a tuple of N vectors: each in registers of a thread that has a row."""
+    if N == 1:
+        return (tl.reshape(x, [x.shape[0]]),)
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, N // 2]), (0, 2, 1)))
+        return _columns(low, N // 2) + _columns(high, N // 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _balanced(values, eps, FIRST: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sinkhorn's normalisation of S by S numbers a token, values from FIRST on, source by source: a tuple of them.
+
+    The matrix is kept as it begins, and a factor for each row and column: a thread has all of a token's, and a
+    normalisation is a short chain. left * sum + eps is what the reference calls the sum of a row, and eps.
+    """
+    matrix = ()
+    left = ()
+    for i in tl.static_range(S):
+        most = values[FIRST + i * S]
+        for j in tl.static_range(1, S):
+            most = tl.maximum(most, values[FIRST + i * S + j])
+        powers = ()
+        total = tl.zeros_like(most)
+        for j in tl.static_range(S):
+            power = tl.exp(values[FIRST + i * S + j] - most)
+            total += power
+            powers = _with(powers, power)
+        for j in tl.static_range(S):
+            matrix = _with(matrix, powers[j] / total + eps)
+        left = _with(left, tl.full(total.shape, 1.0, tl.float32))
+    right = _factors(matrix, left, left, eps, 1, S, S)
+    for _ in range(ITERATIONS - 1):
+        left = _factors(matrix, right, left, eps, S, 1, S)
+        right = _factors(matrix, left, right, eps, 1, S, S)
+    balanced = ()
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            balanced = _with(balanced, matrix[i * S + j] * left[i] * right[j])
+    return balanced
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _factors(matrix, others, own, eps, STEP: tl.constexpr, OTHER_STEP: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Factors with which rows (STEP S) or columns (STEP 1) add up to 1."""
+    factors = ()
+    for i in tl.static_range(S):
+        total = matrix[i * STEP] * others[0]
+        for j in tl.static_range(1, S):
+            total += matrix[i * STEP + j * OTHER_STEP] * others[j]
+        factors = _with(factors, own[i] * _reciprocal(own[i] * total + eps))
+    return factors
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lead_back(  # type: ignore[no-untyped-def]
+    raw, t, T, scale, base, post, comb, eps, norm_eps,
+    S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ITERATIONS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """What leads tokens t [B] back into the streams."""
+    O: tl.constexpr = (2 + S) * S  # noqa: E741
+    o = tl.arange(0, BLOCK_O)
+    sums = _summed(raw, t, T, o, O + 1, Q, P, BLOCK_P)
+    length = tl.rsqrt(tl.sum(tl.where((o == O)[None, :], sums, 0.0), 1) / (S * D) + norm_eps)
+    values = _columns(sums * length[:, None] * scale[None, :] + base[None, :], BLOCK_O)
+    for s in tl.static_range(S):
+        tl.store(post + t * S + s, 2 * _sigmoid(values[S + s]), mask=t < T)
+    mix = _balanced(values, eps, 2 * S, S, ITERATIONS)
+    for cell in tl.static_range(S * S):
+        tl.store(comb + t * (S * S) + cell, mix[cell], mask=t < T)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _collapse(  # type: ignore[no-untyped-def]
     streams,  # [T, S, D]
-    raw,  # [P, T, (2 + S) * S + 1]
+    raw,  # [Q, P, T, (2 + S) * S + 1]
     scale,  # [(2 + S) * S]
     base,
     norm,  # [D]
@@ -284,57 +467,44 @@ def _collapse(  # type: ignore[no-untyped-def]
     norm_eps,
     S: tl.constexpr,
     D: tl.constexpr,
+    Q: tl.constexpr,
     P: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_O: tl.constexpr,
 ):
-    """The first program of a token collapses it; the second makes what leads back."""
-    follow()
-    t = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, S)
+    """The first programs make what leads BLOCK_T tokens back, which takes longest; then one for each token collapses
+    it."""
     O: tl.constexpr = (2 + S) * S  # noqa: E741
-    length = _inverse_length(raw, t, T, norm_eps, O, S * D, P, BLOCK_P)
-    if tl.program_id(1) == 0:
-        c = tl.arange(0, BLOCK_D)
-        gates = _summed(raw, t, T, O, s, P, BLOCK_P) * length * tl.load(scale + s) + tl.load(base + s)
-        gates = _sigmoid(gates) + eps
-        # The collapsed row is a tensor of the model's dtype before it is normed: it is rounded in between.
-        y = _weighted_sum(streams + t * S * D, gates, S, D, BLOCK_D)
-        y = y.to(collapsed.dtype.element_ty).to(tl.float32)
-        y = y * tl.rsqrt(tl.sum(y * y, 0) / D + norm_eps) * tl.load(norm + c, mask=c < D, other=0.0)
-        tl.store(collapsed + t * D + c, y.to(collapsed.dtype.element_ty), mask=c < D)
+    c, o = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_O)
+    own_scale, own_base = constant(scale + o, o < O), constant(base + o, o < O)
+    factor = constant(norm + c, c < D)
+    follow()
+    blocks = tl.cdiv(T, BLOCK_T)
+    program = tl.program_id(0)
+    if program < blocks:
+        tokens = program.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        _lead_back(
+            raw, tokens, T, own_scale, own_base, post, comb, eps, norm_eps,
+            S, D, Q, P, ITERATIONS, BLOCK_P, BLOCK_O,
+        )  # fmt: skip
     else:
-        posts = _summed(raw, t, T, O, S + s, P, BLOCK_P) * length * tl.load(scale + S + s) + tl.load(base + S + s)
-        tl.store(post + t * S + s, 2 * _sigmoid(posts))
-        cell = tl.arange(0, S * S)
-        mix = _summed(raw, t, T, O, 2 * S + cell, P, BLOCK_P) * length * tl.load(scale + 2 * S + cell)
-        mix = tl.reshape(mix + tl.load(base + 2 * S + cell), [S, S])
-        mix = tl.exp(mix - tl.max(mix, 1)[:, None])
-        mix = mix / tl.sum(mix, 1)[:, None] + eps
-        mix = mix / (tl.sum(mix, 0) + eps)[None, :]
-        for _ in range(ITERATIONS - 1):
-            mix = mix / (tl.sum(mix, 1) + eps)[:, None]
-            mix = mix / (tl.sum(mix, 0) + eps)[None, :]
-        tl.store(comb + t * S * S + s[:, None] * S + s[None, :], mix)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _weighted_sum(own, gates, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum of a token's streams by gates [S], in ascending order; one stream at a time: held together they would leave a
-    processor room for one token."""
-    s, c = tl.arange(0, S), tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for source in tl.static_range(S):
-        x = tl.load(own + source * D + c, mask=c < D, other=0.0).to(tl.float32)
-        total += x * tl.sum(tl.where(s == source, gates, 0.0), 0)
-    return total
+        t = (program - blocks).to(tl.int64)
+        y = _weighted_sum(
+            streams, raw, t, T, own_scale, own_base, eps, norm_eps, O, S, D, Q, P, BLOCK_D, BLOCK_P, BLOCK_O
+        )
+        # The collapsed row is a tensor of the model's dtype before it is normed: it is rounded in between.
+        y = _rounded(y, collapsed.dtype.element_ty).to(tl.float32)
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / D + norm_eps) * factor
+        tl.store(collapsed + t * D + c, y.to(collapsed.dtype.element_ty), mask=c < D)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _collapse_last(  # type: ignore[no-untyped-def]
     streams,  # [T, S, D]
-    raw,  # [P, T, S + 1]
+    raw,  # [Q, P, T, S + 1]
     scale,  # [1]
     base,  # [S]
     collapsed,  # [T, D]
@@ -343,16 +513,15 @@ def _collapse_last(  # type: ignore[no-untyped-def]
     norm_eps,
     S: tl.constexpr,
     D: tl.constexpr,
+    Q: tl.constexpr,
     P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_O: tl.constexpr,
 ):
+    c, o = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_O)
+    own_scale, own_base = constant(scale, True), constant(base + o, o < S)
     follow()
     t = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, S)
-    c = tl.arange(0, BLOCK_D)
-    length = _inverse_length(raw, t, T, norm_eps, S, S * D, P, BLOCK_P)
-    gates = _summed(raw, t, T, S, s, P, BLOCK_P)
-    gates = _sigmoid(gates * length * tl.load(scale) + tl.load(base + s)) + eps
-    y = _weighted_sum(streams + t * S * D, gates, S, D, BLOCK_D)
+    y = _weighted_sum(streams, raw, t, T, own_scale, own_base, eps, norm_eps, S, S, D, Q, P, BLOCK_D, BLOCK_P, BLOCK_O)
     tl.store(collapsed + t * D + c, y.to(collapsed.dtype.element_ty), mask=c < D)

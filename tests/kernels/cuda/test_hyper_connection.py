@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.cuda.hyper_connection import (
+    FEW_TOKENS,
     PART_COLUMNS,
     TritonHyperConnection,
     TritonProduct,
@@ -27,10 +28,10 @@ def make_mixing(streams: int, width: int, iterations: int, device: torch.device)
 
 
 def with_squares(raw: Tensor, x: Tensor) -> Tensor:
-    """Parts of a product [P, T, O] -> with the column of the streams' squares, [P, T, O + 1]."""
+    """Parts of a product [P, T, O] -> with the column of the streams' squares, of one piece each, [1, P, T, O + 1]."""
     squares = x.float().square().sum((1, 2))
     column = torch.stack([squares * share for share in (0.5, 0.25, 0.25)]) if len(raw) == 3 else squares[None]
-    return torch.cat((raw, column[:, :, None]), 2)
+    return torch.cat((raw, column[:, :, None]), 2)[None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +67,7 @@ def test_the_last_collapse_weighs_by_sigmoids(
     got = collapse_last(*there, 1e-6, 1e-5)
     assert got.dtype == dtype
     assert close(got.cpu(), weighted_sum(x64, gates))
-    alone = collapse_last(there[0][5:6], there[1][:, 5:6].contiguous(), *there[2:], 1e-6, 1e-5)
+    alone = collapse_last(there[0][5:6], there[1][:, :, 5:6].contiguous(), *there[2:], 1e-6, 1e-5)
     assert torch.equal(alone, got[5:6])
 
 
@@ -92,16 +93,16 @@ def test_an_expansion_is_the_torch_forms(device: torch.device, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("streams", "width"), [(4, 600), (2, 50)])
+@pytest.mark.parametrize(("streams", "width", "num_tokens", "pieces"), [(4, 600, T, 1), (2, 50, 19, 2)])
 def test_the_parts_of_a_product_come_to_float32(
-    device: torch.device, dtype: torch.dtype, streams: int, width: int
+    device: torch.device, dtype: torch.dtype, streams: int, width: int, num_tokens: int, pieces: int
 ) -> None:
     """Of bfloat16 streams, too: the matrix has float32's digits, and one bfloat16 of it would be off by 1e-3."""
-    x, weight = noise(T, streams, width).to(dtype), noise((2 + streams) * streams, streams * width, seed=1)
+    x, weight = noise(num_tokens, streams, width).to(dtype), noise((2 + streams) * streams, streams * width, seed=1)
     parts = TritonProduct(weight.to(device), dtype)(x.to(device))
     exact = x.double().flatten(1) @ weight.double().t()
-    assert parts.shape == (-(-width // PART_COLUMNS), T, weight.shape[0] + 1)
-    total = parts.double().sum(0).cpu()
+    assert parts.shape == (pieces, -(-width // PART_COLUMNS), num_tokens, weight.shape[0] + 1)
+    total = parts.double().sum((0, 1)).cpu()
     assert ((total[:, :-1] - exact).abs() <= 2e-6 * exact.abs().max()).all()
     assert torch.allclose(total[:, -1], x.double().square().sum((1, 2)), rtol=1e-6)
 
@@ -126,19 +127,42 @@ def test_an_advance_is_a_sum_an_expansion_and_a_product(device: torch.device, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtype) -> None:
-    """A token's parts, weights and streams are its own, wherever in a block it lies."""
+    """A token's parts, weights and streams are its own, wherever in a block it lies; also where so many come along that
+    no stream has programs of its own."""
     form, mixing = TritonHyperConnection(4), make_mixing(4, 72, 2, device)
     product = TritonProduct(noise(24, 4 * 72, seed=6).to(device), dtype)
-    output, streams = noise(T, 72, seed=3).to(dtype).to(device), noise(T, 4, 72, seed=4).to(dtype).to(device)
+    num_tokens = FEW_TOKENS + 7
+    output = noise(num_tokens, 72, seed=3).to(dtype).to(device)
+    streams = noise(num_tokens, 4, 72, seed=4).to(dtype).to(device)
 
     def run(at: int, size: int) -> Tensor:
         part = slice(at, at + size)
         collapsed = form.collapse(streams[part], product(streams[part]), mixing)
         expanded, parts = advance(output[part], streams[part], collapsed, product)
         assert parts is not None
-        products = parts.transpose(0, 1).flatten(1)
-        return torch.cat((expanded.flatten(1), collapsed.input, collapsed.comb.flatten(1), products), 1)
+        own = torch.cat((expanded.flatten(1), collapsed.input, collapsed.comb.flatten(1), collapsed.post), 1)
+        return torch.cat((own, in_order(parts).transpose(0, 1).flatten(1)), 1)
 
-    whole = run(0, T)
-    for at, size in ((0, 1), (5, 3), (20, 14), (T - 1, 1)):
+    whole = run(0, num_tokens)
+    for at, size in ((0, 1), (5, 3), (20, 14), (num_tokens - 1, 1), (3, FEW_TOKENS)):
         assert torch.equal(run(at, size), whole[at : at + size])
+
+
+def in_order(pieces: Tensor) -> Tensor:
+    """Sum over the first dimension, in ascending order."""
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total
+
+
+def test_pieces_of_a_part_are_added_in_order(device: torch.device) -> None:
+    """Few tokens' streams have programs of their own, and their collapse adds what one program adds else."""
+    form, mixing = TritonHyperConnection(4), make_mixing(4, 72, 2, device)
+    pieces = 100 * noise(4, 3, T, 25, seed=1).abs().to(device)
+    streams = noise(T, 4, 72, seed=4).to(device)
+    apart, together = (form.collapse(streams, raw, mixing) for raw in (pieces, in_order(pieces)[None]))
+    assert torch.equal(apart.input, together.input)
+    assert torch.equal(apart.comb, together.comb)
+    assert torch.equal(apart.post, together.post)
+    assert not torch.equal(form.collapse(streams, pieces.flip(0), mixing).comb, apart.comb)
