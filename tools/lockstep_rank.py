@@ -86,7 +86,8 @@ class Device:
         if not packet or _STEP.unpack(packet) != own:
             raise InvariantError(f"this rank steps {own}, its peer {_STEP.unpack(packet) if packet else 'has gone'}")
         self._lose_time()
-        self._last = rows = tuple(map(self._run, plan.rows))
+        rows = tuple(map(self._run, plan.rows))
+        self._last = tuple(row for row in rows if row.token_ids)
         return lambda: StepOutput(rows)
 
     def _run(self, row: PlanRow) -> RowOutput:

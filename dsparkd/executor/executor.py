@@ -51,8 +51,8 @@ class Executor:
     masker: None where no request has a grammar. draft_desk: None where nothing is drafted.
     is_coupled: drafts are accepted by the coupled rule, else by rejection. chunk_tokens: most prompt tokens of a step.
     graphs: None until some are captured. Then the next blocks are drafted behind each step that drafts, while the host
-    still reads and plans, and kept in _ahead. _before: ids of the last step, one a row, on the device; None where rows
-    gave more or fewer.
+    still reads and plans, and kept in _ahead. _before: ids of the last step, one a row that samples, on the device;
+    None where rows gave more.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ class Executor:
             pick = rejection.picker(blocks, drafts, asked)
         words = slot.words if masks is not None and masks.rows else None
         drawn = self._sampler.draw(logits, asked.samples, asked.prompts, words, pick, before)
-        # Of a step without windows and chunks each row has one id, and the next step's rows may follow it.
-        self._before = drawn.ids if asked.readable == (1,) * len(plan.rows) else None
+        # Of a step without windows each row that samples has one id, and the next step's rows may follow it.
+        self._before = drawn.ids if max(asked.readable, default=0) <= 1 else None
         chances = [blocks.survival.double().view(-1)] if blocks is not None else []
         self._pipeline.emit(slot, torch.cat([drawn.values, *chances]))
         behind = self._draft_behind(plan, num_rows, blocks, lengths, asked, drawn.ids)

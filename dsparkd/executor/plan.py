@@ -37,8 +37,9 @@ class PlanRow:
     matcher: the place in the grammar that sampled ids must follow; None where any id may be sampled. With is_thinking
         the grammar begins behind the end of the reasoning only, and may do so behind a draft.
     is_thinking: the id is reasoning before a grammar, which the end of the text would leave without its sentence.
-    follows: of a decode row whose anchor the host does not know yet: which row of the step launched just before gives
-        it. input_ids then holds a 0 in its place, and output_ids ends before it. None: the host knows all ids.
+    follows: of a decode row whose anchor the host does not know yet: which of the ids of the step launched just before
+        it is, counted over the rows that sample. input_ids then holds a 0 in its place, and output_ids ends before it.
+        None: the host knows all ids.
     """
 
     request_id: str

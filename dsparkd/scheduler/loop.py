@@ -49,7 +49,7 @@ from dsparkd.scheduler.grammars import GrammarDesk
 from dsparkd.scheduler.policy import NOTHING_FLIES, Flying, Planner, Proposal
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
-from dsparkd.scheduler.results import Committed, Committer, Ended
+from dsparkd.scheduler.results import Committed, Committer, Ended, Launched
 from dsparkd.scheduler.speculation import SpeculationPlanner
 
 if TYPE_CHECKING:
@@ -135,16 +135,17 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that has been launched and not landed. requests: of its rows. land: waits for its outputs."""
+    """A step that has been launched and not landed. land: waits for its outputs."""
 
     plan: Plan
-    requests: tuple[Request, ...]
+    launched: Launched
     land: Callable[[], StepOutput]
 
     @property
-    def rows(self) -> Flying:
-        """Its rows by request."""
-        return {row.request_id: index for index, row in enumerate(self.plan.rows)}
+    def ids(self) -> Flying:
+        """By request, which of its ids is the request's."""
+        sampling = [row for row in self.plan.rows if row.sampling is not None]
+        return {row.request_id: index for index, row in enumerate(sampling)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +241,9 @@ class Loop:
         self._receive()
         self._take_grammars()
         self._account.lap("receive")
-        if self._flight is not None and not self._parts.planner.has_room(self._flight.rows):
+        if self._flight is not None and not self._parts.planner.has_room(self._flight.ids):
             self._land()
-        proposal = self._parts.planner.propose(self._flight.rows if self._flight is not None else NOTHING_FLIES)
+        proposal = self._parts.planner.propose(self._flight.ids if self._flight is not None else NOTHING_FLIES)
         own = vote(
             num_chunk_tokens=proposal.num_chunk_tokens,
             num_chunk_logit_rows=proposal.num_chunk_logit_rows,
@@ -272,7 +273,7 @@ class Loop:
         self._record(agreement, rank0, rank1, plan)
         spent_ns = self._account.lap("agree")
         if plan is not None:
-            self._step(plan, agreement, num_decode_rows=len(proposal.decode_rows))
+            self._step(plan, agreement)
         else:
             self._land()
         # Counted behind the step, whose launch a client waits for.
@@ -482,7 +483,7 @@ class Loop:
 
     # Step
 
-    def _step(self, plan: Plan, agreement: Agreement, *, num_decode_rows: int) -> None:
+    def _step(self, plan: Plan, agreement: Agreement) -> None:
         """Launch a step, then commit the one before, whose results have come meanwhile; this one, too, unless it flies.
 
         A rank without rows takes part: the expert layers need both. When a rank reads its results is its own matter:
@@ -492,23 +493,26 @@ class Loop:
         if plan.num_tokens != own:
             raise InvariantError(f"tick {self._tick}: agreed on {own} tokens, planned {plan.num_tokens}")
         self._account.launching(plan, self._parts.queue)
-        requests = self._parts.committer.requests(plan)
-        flight = Flight(plan, requests, self._parts.stepper.launch(plan, agreement.num_tokens))
+        launched = self._parts.committer.launched(plan)
+        if self._flight is not None and any(self._flight.launched.is_chunk) and not plan.replays:
+            # A step that is no replay takes the host long to launch, and first ids would wait for that.
+            self._land()
+        flight = Flight(plan, launched, self._parts.stepper.launch(plan, agreement.num_tokens))
         self._account.launched(plan)
         self._land()
         self._flight = flight
-        if not self._may_fly(plan, num_decode_rows):
+        if not self._may_fly(plan):
             self._land()
 
-    def _may_fly(self, plan: Plan, num_decode_rows: int) -> bool:
-        """Whether the next step can be planned before the outputs of this one are here.
+    def _may_fly(self, plan: Plan) -> bool:
+        """Whether to plan the next step before the outputs of this one are here.
 
-        That takes rows of which all but the id itself is known ahead. A prompt's chunk leaves its request in another
-        state, and a grammar's mask depends on the id.
+        That takes rows of which all but the id itself is known ahead: a grammar's mask depends on the id, and where a
+        chunk ends whose log-probabilities are read on those that are there.
         """
-        if not self._bounds.overlap or plan.speculation is not None or len(plan.rows) != num_decode_rows:
+        if not self._bounds.overlap or plan.speculation is not None or not plan.rows:
             return False
-        return bool(plan.rows) and all(row.matcher is None for row in plan.rows)
+        return all(row.matcher is None and row.prompt_top_logprobs is None for row in plan.rows)
 
     def _land(self) -> None:
         """Wait for the step that flies, if one does, and commit it."""
@@ -520,7 +524,7 @@ class Loop:
         self._account.masked(flight.plan, output)
         self._account.drafted(flight.plan, output)
         self._account.decoded(flight.plan, output)
-        self._apply(self._parts.committer.commit(flight.plan, output, flight.requests))
+        self._apply(self._parts.committer.commit(flight.plan, output, flight.launched))
         self._account.lap("commit")
 
     def _apply(self, committed: Committed) -> None:

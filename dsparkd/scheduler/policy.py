@@ -17,7 +17,8 @@ from dsparkd.executor.plan import Plan, PlanRow, SnapshotSave, Speculation, Step
 from dsparkd.scheduler.queue import RequestQueue
 from dsparkd.scheduler.request import Memory, Request, State
 
-# Rows of the step that has not landed, by request: each is getting one more id, which is not here yet.
+# Of the step that has not landed, by request, which of its ids is the request's: each is getting one, which is not here
+# yet. Chunks that end no prompt get none, and their requests stand behind them already.
 Flying = Mapping[str, int]
 NOTHING_FLIES: Flying = MappingProxyType({})
 
@@ -73,8 +74,7 @@ class Planner:
     def has_room(self, flying: Flying) -> bool:
         """Whether every decode row can grow as it is. Where not, somebody has to be put back, and nobody who flies."""
         needed = sum(
-            self._memory.num_missing(request, self._num_growing(request, flying))
-            for request in self._queue.running(State.DECODE)
+            self._memory.num_missing(request, self._num_growing(request, flying)) for request in self._decoding(flying)
         )
         return needed <= self._memory.pages.num_free + self._memory.pages.num_cached
 
@@ -123,23 +123,32 @@ class Planner:
 
     # Decode
 
+    def _decoding(self, flying: Flying) -> list[Request]:
+        """Requests with a decode row, oldest first: also those of which the chunk that ends the prompt flies."""
+        return [
+            request
+            for request in self._queue.running()
+            if request.state is State.DECODE or request.request_id in flying
+        ]
+
     def _num_growing(self, request: Request, flying: Flying) -> int:
         """Tokens that a decode row may be computed for until its next plan."""
         if request.request_id not in flying:
             return 1 + self._limits.max_drafts
-        return 1 if _ends_by_length(request, flying) else 2 + self._limits.max_drafts
+        flown = request.num_tokens - request.num_computed
+        return flown if _ends_by_length(request, flying) else flown + 1 + self._limits.max_drafts
 
     def _growing_rows(self, flying: Flying) -> list[Request]:
         """Decode rows that have room for a window, oldest first; the youngest pay for the pages of the older."""
         rows = []
-        for request in self._queue.running(State.DECODE):
+        for request in self._decoding(flying):
             # Somebody older may have put this one back a moment ago.
             count = self._num_growing(request, flying)
-            while request.state is State.DECODE and not self._memory.grow(request, count):
+            while request.state is not State.WAITING and not self._memory.grow(request, count):
                 if flying:
                     raise InvariantError(f"no page for request {request.request_id}, and what is put back flies")
                 self._retract_youngest()
-            if request.state is State.DECODE:
+            if request.state is not State.WAITING:
                 rows.append(request)
         return rows
 
@@ -174,6 +183,7 @@ class Planner:
             size = self._chunk_size(request, left, others_wait=position + 1 < len(candidates))
             sizes.append((request, size))
             left -= size
+        # Nothing is left of a prompt whose last chunk flies.
         return tuple(_chunk_row(request, size) for request, size in self._spread(sizes, left) if size)
 
     def _spread(self, sizes: list[tuple[Request, int]], left: int) -> list[tuple[Request, int]]:
@@ -269,15 +279,16 @@ def _ends_by_length(request: Request, flying: Flying) -> bool:
 
 
 def _decode_row(request: Request, follows: int | None) -> PlanRow:
-    """The anchor alone: the last id, at the position that it takes; follows: the row that is getting it."""
-    start = request.num_computed
-    if start != request.num_tokens - 1:
+    """The anchor alone: the last id, at the position that it takes; follows: which of the ids that fly it is."""
+    start, last = request.num_computed, request.num_tokens - 1
+    # The chunk that ends a prompt has been counted when it flies, a decode row has not.
+    if start != last and (follows is None or start != last + 1):
         raise InvariantError(f"request {request.request_id} decodes at {start} of {request.num_tokens}")
     return PlanRow(
         request_id=request.request_id,
         slot=request.slot,
         input_ids=request.output_ids[-1:] if follows is None else (0,),
-        start=start if follows is None else start + 1,
+        start=last if follows is None else last + 1,
         page_table=tuple(request.pages),
         num_logits=1,
         sampling=request.message.sampling,

@@ -74,6 +74,14 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Launched:
+    """Requests of a plan's rows, and which of these rows take theirs further into its prompt, as it was launched."""
+
+    requests: tuple[Request, ...]
+    is_chunk: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """One row of a step: what was produced, how many of its ids are kept, and whether the output ends there."""
 
@@ -105,53 +113,61 @@ class Committer:
         self._think_end_id = think_end_id
         self._commit_grammars = commit_grammars
 
-    def requests(self, plan: Plan) -> tuple[Request, ...]:
-        """Requests of a plan's rows, for its commit. Raises InvariantError for one that is not in the queue."""
-        found = []
+    def launched(self, plan: Plan) -> Launched:
+        """Take requests on over the chunks of a plan that is being launched: what they leave is known ahead.
+
+        Whoever reads their pages and snapshots does so in a later step, which the device runs behind this one. Raises
+        InvariantError for a request that is not in the queue.
+        """
+        requests, is_chunk = [], []
+        saves = _saves_by_slot(plan)
         for row in plan.rows:
             request = self._queue.find(row.request_id)
             if request is None:
                 raise InvariantError(f"a row of request {row.request_id}, which is not in the queue")
-            found.append(request)
-        return tuple(found)
+            requests.append(request)
+            # One whose last chunk flies is no decode row before that has landed, and has a row that follows it.
+            is_chunk.append(request.state is State.PREFILL and row.follows is None)
+            if is_chunk[-1]:
+                self._require_place(request, row)
+                self._advance(request, len(row.input_ids), saves.get(row.slot, []))
+        return Launched(tuple(requests), tuple(is_chunk))
 
-    def commit(self, plan: Plan, output: StepOutput, requests: Sequence[Request] | None = None) -> Committed:
+    def commit(self, plan: Plan, output: StepOutput, launched: Launched | None = None) -> Committed:
         """Apply one step's outputs to its requests, row by row.
 
-        requests: those of the rows when the step was launched, where some may have ended since: what the step gave for
-        them exists nowhere. None: those in the queue.
+        launched: what `launched` gave when the step was; some of its requests may have ended since, and what the step
+        gave for them exists nowhere. None: it is launched only now.
         """
         if len(output.rows) != len(plan.rows):
             raise InvariantError(f"{len(output.rows)} outputs for {len(plan.rows)} rows")
-        saves: dict[int, list[SnapshotSave]] = {}
-        for save in plan.snapshot_saves:
-            saves.setdefault(save.slot, []).append(save)
+        if launched is None:
+            launched = self.launched(plan)
+        saves = _saves_by_slot(plan)
         sampled: list[Sampled] = []
         num_dropped = 0
-        if requests is None:
-            requests = self.requests(plan)
-        for row, produced, request in zip(plan.rows, output.rows, requests, strict=True):
-            own_saves = saves.get(row.slot, [])
+        for row, produced, request, is_chunk in zip(
+            plan.rows, output.rows, launched.requests, launched.is_chunk, strict=True
+        ):
+            own_saves = [] if is_chunk else saves.get(row.slot, [])
             if request.state is State.FINISHED:
                 num_dropped += 1
                 for save in own_saves:
                     self._memory.tree.free_snapshot(save.snapshot)
                 continue
-            self._require_place(request, row)
-            if request.state is State.PREFILL:
-                self._advance(request, len(row.input_ids), own_saves)
+            if not is_chunk:
+                self._require_place(request, row)
             _add_prompt_logprobs(request, row, produced)
             if row.sampling is None:
                 continue
             num_before = len(request.output_ids)
-            is_decode = request.state is State.DECODE
             if produced.failure is not None:
                 ending: Ending | None = Ending("error", failure=produced.failure)
             else:
                 ending = self._append(request, produced.token_ids)
             kept = len(request.output_ids) - num_before
             _note_chances(request, produced)
-            if is_decode:
+            if not is_chunk:
                 # The anchor and all kept ids but the last have been through the model.
                 self._advance(request, kept, own_saves)
             sampled.append(Sampled(request, produced, kept, ending))
@@ -286,6 +302,14 @@ class Committer:
             self._memory.release(request)
         self._queue.remove(request)
         return Ended(request, ending)
+
+
+def _saves_by_slot(plan: Plan) -> dict[int, list[SnapshotSave]]:
+    """Snapshots of each row, by position."""
+    saves: dict[int, list[SnapshotSave]] = {}
+    for save in plan.snapshot_saves:
+        saves.setdefault(save.slot, []).append(save)
+    return saves
 
 
 def _failed(row: Sampled, failure: RowFailure | None) -> Sampled:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from dsparkd.config import Config, EngineConfig, KVConfig, SpeculationConfig
+from dsparkd.config import Config, EngineConfig, KVConfig, SchedulerConfig, SpeculationConfig
 from dsparkd.errors import CapabilityError, ConfigError
 from dsparkd.executor.device import Gpu, require_device, room_for
 from dsparkd.model.config import parse_model_config
@@ -51,6 +51,7 @@ def config_of(
             weights="random",
         ),
         kv=KVConfig(device_bytes=device_bytes, device_fraction=fraction),
+        scheduler=SchedulerConfig(chunk_tokens=2048),
         dspark=SpeculationConfig(enabled=True),
     )
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from dsparkd.errors import CapabilityError, CheckpointError, InvariantError
 from dsparkd.executor.collectives import RankGroups
 from dsparkd.executor.executor import Executor, require_compiler
 from dsparkd.executor.masks import Masker
-from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, StepKind
+from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, SnapshotSave, StepKind, StepOutput
 from dsparkd.grammar.compiler import tokenizer_info
 from dsparkd.grammar.matcher import Matcher
 from dsparkd.grammar.traversal import open_traversal
@@ -302,6 +303,49 @@ def test_snapshots_inside_a_chunk_are_those_of_chunks_that_end_there(executor: E
     hit.take(row, run(executor, [row], slot_starts=(SlotStart(5, 3, 2 * PAGE),))[0])
     generate(executor, [hit], 5)
     assert hit.output_ids == cold.output_ids
+
+
+def test_rows_follow_the_ids_of_chunks_that_have_not_landed(executor: Executor) -> None:
+    """Overlap: ids are counted over the rows that sample; a chunk between them that ends no prompt gives none."""
+    names = (("stream", 9), ("long", 200), ("short", 50))
+    plain = [Sequence(name, prompt(size, 3), SEEDED, 1 + n, 1 + 6 * n) for n, (name, size) in enumerate(names)]
+    generate(executor, plain, 3, chunk=PAGE)
+
+    stream, long, short = (
+        Sequence(name, prompt(size, 3), SEEDED, 4 + n, 19 + 6 * n) for n, (name, size) in enumerate(names)
+    )
+
+    def behind(sequence: Sequence, follows: int) -> PlanRow:
+        last = len(sequence.prompt_ids) + len(sequence.output_ids)
+        row = dataclasses.replace(sequence.row(), start=last, num_logits=1, sampling=SEEDED)
+        return dataclasses.replace(row, input_ids=(0,), follows=follows)
+
+    def launch(*rows: PlanRow, starts: tuple[SlotStart, ...] = ()) -> Callable[[], StepOutput]:
+        plan = Plan(StepKind.MIXED, rows, starts)
+        return executor.launch(plan, (plan.num_tokens, 0))
+
+    rows = [stream.row()]
+    first = launch(*rows, starts=(SlotStart(4, None, 0),))
+    second = launch(
+        behind(stream, 0), long.row(PAGE), short.row(), starts=(SlotStart(5, None, 0), SlotStart(6, None, 0))
+    )
+    stream.take(rows[0], first().rows[0])
+    long.computed, short.computed = PAGE, 50
+    third = launch(behind(stream, 0), long.row(), behind(short, 1))
+    outputs = second().rows
+    assert outputs[1].token_ids == ()
+    stream.output_ids += outputs[0].token_ids
+    short.output_ids += outputs[2].token_ids
+    long.computed = 200
+    fourth = launch(behind(long, 1), behind(short, 2))
+    for sequence, output in zip((stream, long, short), third().rows, strict=True):
+        sequence.output_ids += output.token_ids
+    for sequence, output in zip((long, short), fourth().rows, strict=True):
+        sequence.output_ids += output.token_ids
+
+    for sequence, other, count in zip((stream, long, short), plain, (3, 2, 3), strict=True):
+        assert sequence.output_ids == other.output_ids[:count]
+        assert len(sequence.output_ids) == count
 
 
 def test_a_retracted_sequence_resumes_with_the_ids_of_an_undisturbed_run(executor: Executor) -> None:

@@ -75,7 +75,9 @@ def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(
     """
     num_pages += 1 if max_drafts else 0  # the longest sequence needs room for its drafts too
     overlap = max_drafts is None
-    sizes = lab.Sizes(num_pages, max_rows, num_snapshots, max_drafts=max_drafts or 0, overlap=overlap)
+    sizes = lab.Sizes(
+        num_pages, max_rows, num_snapshots, max_drafts=max_drafts or 0, overlap=overlap, decode_graphs=overlap
+    )
     with contextlib.closing(lab.Pair(sizes)) as pair:
         submitted, aborted = play(lab, pair, script)
         pair.drain()
@@ -494,7 +496,7 @@ def test_a_full_channel_fails_the_pair_instead_of_blocking(lab, pair):
 @pytest.fixture
 def overlapped(lab):
     """A pair that plans and launches a decode step while the one before it runs."""
-    with contextlib.closing(lab.Pair(lab.Sizes(overlap=True))) as made:
+    with contextlib.closing(lab.Pair(lab.Sizes(overlap=True, decode_graphs=True))) as made:
         yield made
 
 
@@ -508,18 +510,18 @@ def flows(lab, pair, *names, ticks=3, **sampling):
 
 
 def test_a_decode_step_is_launched_before_the_one_before_it_has_landed(lab, overlapped):
-    """Overlap: each step but the first is on the device when the host reads the one before; deltas come a tick late."""
+    """Overlap: each step is on the device when the host reads the one before; deltas come a tick late."""
     flows(lab, overlapped, "x", max_tokens=6)
     overlapped.drain()
 
     device = overlapped.ranks[0].device
-    assert device.events[:6] == ["launch 0", "land 0", "launch 1", "launch 2", "land 1", "launch 3"]
-    assert [row.follows for plan in device.plans for row in plan.rows] == [None, None, 0, 0, 0, 0]
+    assert device.events[:6] == ["launch 0", "launch 1", "land 0", "launch 2", "land 1", "launch 3"]
+    assert [row.follows for plan in device.plans for row in plan.rows] == [None, 0, 0, 0, 0, 0]
     assert len(device.plans) == 6, "max_tokens is known ahead: nothing runs behind it"
     assert device.events[-1] == "land 5"
     ids, reason = overlapped.ranks[0].output("x")
     assert (len(ids), reason) == (6, "length")
-    assert overlapped.ranks[0].value("dsparkd_steps_ahead_total") == 4
+    assert overlapped.ranks[0].value("dsparkd_steps_ahead_total") == 5
     assert overlapped.ranks[0].value("dsparkd_dropped_rows_total") == 0
     assert overlapped.ranks[1].value("dsparkd_steps_ahead_total") == 0
     assert overlapped.ranks[1].device.counts == device.counts
@@ -606,7 +608,7 @@ def test_an_id_that_comes_again_with_its_abort_is_another_request(lab, overlappe
 
 def test_nobody_who_flies_is_put_back(lab):
     """Out of pages: the step lands first, so that the youngest is put back with all of its ids."""
-    with contextlib.closing(lab.Pair(lab.Sizes(num_pages=18, overlap=True))) as pair:
+    with contextlib.closing(lab.Pair(lab.Sizes(num_pages=18, overlap=True, decode_graphs=True))) as pair:
         requests = flows(lab, pair, "a", "b", "c", "d", max_tokens=40)
         pair.drain()
         rank = pair.ranks[0]
@@ -618,19 +620,110 @@ def test_nobody_who_flies_is_put_back(lab):
 
 
 def test_a_prompt_joins_the_rows_that_fly(lab, overlapped):
-    """A mixed step is launched over a decode step, and lands at once: what its chunks leave is not known ahead."""
+    """A mixed step is launched over a decode step, and the next ones are planned over it: its chunks' ends are known.
+
+    Ids are counted over the rows that sample: a chunk that ends no prompt stands between them and gives none.
+    """
     stream = flows(lab, overlapped, "stream")[0]
-    late = lab.request("late", 5, max_tokens=4, ignore_eos=True)
-    overlapped.ranks[0].submit(late)
-    overlapped.tick()
+    late = [lab.request("long", 20, max_tokens=4, ignore_eos=True), lab.request("late", 5, max_tokens=4)]
+    overlapped.ranks[0].submit(*late)
+    overlapped.tick(3)
     device = overlapped.ranks[0].device
-    number = len(device.plans) - 1
-    assert overlapped.agreements[-1].kind is StepKind.MIXED
-    assert [row.follows for row in device.plans[-1].rows] == [0, None]
-    assert device.events[-3:] == [f"launch {number}", f"land {number - 1}", f"land {number}"]
+    assert [agreement.kind for agreement in overlapped.agreements[-3:]] == [
+        StepKind.MIXED,
+        StepKind.MIXED,
+        StepKind.DECODE,
+    ]
+    assert [[(row.request_id, row.start, row.follows) for row in plan.rows] for plan in device.plans[-3:]] == [
+        [("stream", 5, 0), ("long", 0, None), ("late", 0, None)],
+        [("stream", 6, 0), ("late", 5, 1), ("long", 8, None)],
+        [("stream", 7, 0), ("long", 20, 2), ("late", 6, 1)],
+    ]
+    first, second, third = range(len(device.plans) - 3, len(device.plans))
+    assert device.events[-6:] == [
+        f"launch {first}",
+        f"land {first - 1}",
+        f"land {first}",
+        f"launch {second}",
+        f"launch {third}",
+        f"land {second}",
+    ]
     overlapped.drain()
-    for request in (stream, late):
+    for request in (stream, *late):
         assert overlapped.ranks[0].output(request.request_id) == lab.expected(request, overlapped.sizes.max_context)
+    overlapped.ranks[0].assert_nothing_held()
+
+
+@pytest.mark.parametrize("decode_graphs", [False, True])
+def test_ids_behind_chunks_do_not_wait_for_a_launch_kernel_by_kernel(lab, decode_graphs):
+    """Such a launch takes as long as a short chunk itself: the step before lands first, in the tick of the next one."""
+    with contextlib.closing(lab.Pair(lab.Sizes(overlap=True, decode_graphs=decode_graphs))) as pair:
+        rank = pair.ranks[0]
+        rank.submit(lab.request("x", 20, max_tokens=4, ignore_eos=True))
+        pair.tick(3)
+        assert [plan.kind for plan in rank.device.plans] == [StepKind.PREFILL, StepKind.PREFILL, StepKind.DECODE]
+        ahead = ["launch 2", "land 1"] if decode_graphs else ["land 1", "launch 2"]
+        assert rank.device.events == ["launch 0", "land 0", "launch 1", *ahead]
+        assert rank.device.plans[2].rows[0].follows == 0
+        pair.drain()
+        assert rank.device.events[-1] == "land 4"
+        rank.assert_nothing_held()
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_row_that_follows_holds_the_pages_of_its_tokens_and_no_more(lab, overlapped, length):
+    """A page taken too early is one that others are put back for."""
+    rank = overlapped.ranks[0]
+    rank.submit(lab.request("x", length, max_tokens=9, ignore_eos=True))
+    overlapped.tick()
+    while (request := rank.queue.find("x")) is not None:
+        (row,) = rank.device.plans[-1].rows
+        assert len(request.pages) == -(-(row.start + len(row.input_ids)) // lab.PAGE)
+        overlapped.tick()
+    assert [plan.rows[0].start for plan in rank.device.plans] == [0, *range(length, length + 8)]
+
+
+def test_a_chunk_whose_prompt_is_read_lands_at_once(lab, overlapped):
+    """Its log-probabilities say where the next chunk has to end."""
+    request = lab.request("echo", 20, max_tokens=2, prompt_logprobs=True, ignore_eos=True)
+    overlapped.ranks[0].submit(request)
+    overlapped.tick(3)
+    assert overlapped.ranks[0].device.events == [
+        f"{what} {number}" for number in range(3) for what in ("launch", "land")
+    ]
+    overlapped.drain()
+    assert overlapped.ranks[0].output("echo") == lab.expected(request, overlapped.sizes.max_context)
+
+
+def test_a_prefix_can_be_resumed_from_while_the_chunk_that_leaves_it_flies(lab, overlapped):
+    """The device runs what reads a page or a snapshot behind what writes it, whenever the host learns of the ids."""
+    rank = overlapped.ranks[0]
+    prompt = [token % lab.VOCAB for token in range(10)]
+    choices = [lab.request(f"c{choice}", prompt, max_tokens=3, ignore_eos=True) for choice in range(2)]
+    rank.submit(*choices)
+    overlapped.tick(2)
+    assert rank.device.events == ["launch 0", "land 0", "launch 1"]
+    assert [(row.request_id, row.start) for row in rank.device.plans[1].rows] == [("c0", 10), ("c1", 8)]
+    overlapped.drain()
+    for request in choices:
+        assert rank.output(request.request_id) == lab.expected(request, overlapped.sizes.max_context)
+
+
+@pytest.mark.parametrize("ticks", [1, 2, 3])
+def test_an_abort_takes_the_chunk_that_flies_along(lab, overlapped, ticks):
+    """R-15: its pages and its slot go at once, what it left in the tree stays, its snapshots are given back once."""
+    rank = overlapped.ranks[0]
+    prompt = [token % lab.VOCAB for token in range(40)]
+    rank.submit(lab.request("gone", prompt, max_tokens=3))
+    overlapped.tick(ticks)
+    rank.abort("gone")
+    again = lab.request("again", prompt, max_tokens=3)
+    rank.submit(again)
+    overlapped.drain()
+    assert rank.output("gone")[1] == "abort"
+    assert rank.output("again") == lab.expected(again, overlapped.sizes.max_context)
+    assert rank.deltas["again"][-1].finish.cached_tokens == {1: 16, 2: 32, 3: 36}[ticks]
+    rank.assert_nothing_held()
 
 
 def test_rows_fly_beside_the_peers_prompts(lab, overlapped):
@@ -698,7 +791,7 @@ def test_overlapped_steps_give_what_others_give(lab):
     ]
     seen = []
     for overlap in (False, True):
-        with contextlib.closing(lab.Pair(lab.Sizes(num_pages=30, overlap=overlap))) as pair:
+        with contextlib.closing(lab.Pair(lab.Sizes(num_pages=30, overlap=overlap, decode_graphs=overlap))) as pair:
             submitted, _ = play(lab, pair, script)
             pair.drain()
             told = [pair.ranks[rank].deltas[request.request_id] for rank, request in submitted]

@@ -86,7 +86,8 @@ def test_no_item_waits_longer_than_the_work_before_it(lab, lengths, chunk):
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8), chunk=st.sampled_from([4, 12, 64]))
 def test_chunks_stay_in_the_budget_and_leave_a_snapshot_at_each_boundary(lab, lengths, chunk):
     """decisions.md 10: wherever scheduler.chunk_tokens cuts a prompt, the boundaries inside a chunk are kept, too."""
-    with contextlib.closing(lab.Pair(lab.Sizes(num_pages=400, max_rows=16, chunk_tokens=chunk))) as pair:
+    sizes = lab.Sizes(num_pages=400, max_rows=16, num_snapshots=64, chunk_tokens=chunk)
+    with contextlib.closing(lab.Pair(sizes)) as pair:
         rank = pair.ranks[0]
         rank.submit(*[lab.request(f"i{item}", length, max_tokens=1) for item, length in enumerate(lengths)])
         pair.drain()
