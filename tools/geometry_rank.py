@@ -103,6 +103,10 @@ class Reflected:
         assert counts[0] == counts[1], "alone, both ranks have the same rows"
         self._counts = counts
 
+    def room(self, width: int, device: torch.device) -> Tensor:
+        """See model.moe.ExpertExchange."""
+        return torch.empty((self._counts[0], width), dtype=torch.float32, device=device)
+
     def gather(self, rows: Tensor) -> Tensor:
         """See model.moe.ExpertExchange."""
         k = self._top_k

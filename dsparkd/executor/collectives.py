@@ -155,17 +155,29 @@ class SwapExpertExchange:
         self._dp_rank = dp_rank
         self._swap = swap
         self._counts = [0, 0]
+        self._both: Tensor | None = None  # where the next rows are gathered, once their room is given out
 
     def begin_step(self, counts: tuple[int, int]) -> None:
         """See model.moe.ExpertExchange."""
         self._counts = list(counts)
+        self._both = None
+
+    def room(self, width: int, device: torch.device) -> Tensor:
+        """See model.moe.ExpertExchange."""
+        self._both = torch.empty((sum(self._counts), width), dtype=torch.float32, device=device)
+        return torch.split(self._both, self._counts)[self._dp_rank]
 
     def gather(self, rows: Tensor) -> Tensor:
         """See model.moe.ExpertExchange."""
-        both = rows.new_empty((sum(self._counts), rows.shape[1]))
+        if self._both is None:
+            self.room(rows.shape[1], rows.device)
+        both, self._both = self._both, None
+        assert both is not None
         parts = torch.split(both, self._counts)
-        parts[self._dp_rank].copy_(rows)
-        self._swap(rows.contiguous(), parts[1 - self._dp_rank])
+        own = parts[self._dp_rank]
+        if rows.data_ptr() != own.data_ptr():
+            own.copy_(rows)
+        self._swap(own, parts[1 - self._dp_rank])
         return both
 
     def combine(self, partial: Tensor) -> Sequence[Tensor]:

@@ -44,8 +44,8 @@ class RouterKernel(Protocol):
         weighs; of equal scores the lower id goes first.
         """
 
-    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
-        """`pack` of x [T, D], contiguous, and its routes: [T, C] float32 words."""
+    def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
+        """Write `pack` of x [T, D] and its routes into rows [T, C] float32; both are contiguous."""
 
 
 def bind(rule: RouterRule, device: torch.device) -> RouterKernel:
@@ -79,9 +79,9 @@ class TorchRouter:
         expert_ids.masked_fill_(is_padding[:, None], rule.num_experts)
         return Routes(shares, expert_ids.int())
 
-    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
+    def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
         """See RouterKernel."""
-        return pack(x, self(logits, input_ids, num_live))
+        rows.copy_(pack(x, self(logits, input_ids, num_live)))
 
 
 def pack(x: Tensor, routes: Routes) -> Tensor:

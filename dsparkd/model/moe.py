@@ -33,6 +33,9 @@ class ExpertExchange(Protocol):
     def begin_step(self, counts: tuple[int, int]) -> None:
         """Announce the padded token counts of rank 0 and rank 1 for every layer of one forward pass."""
 
+    def room(self, width: int, device: torch.device) -> Tensor:
+        """Memory [T, width] float32 for the rows that this rank gathers next: those that lie there are not copied."""
+
     def gather(self, rows: Tensor) -> Tensor:
         """rows [T, C] float32 of this rank -> [R, C], rank 0's first. The words are bit patterns: only copy them."""
 
@@ -118,7 +121,9 @@ class MoE:
         """x [T, D], normed; input_ids [T]; tokens from num_live [1] int64 on are padding -> what adds up to [T, D]."""
         # The shared expert waits for nobody: it runs while rows are routed and travel.
         shared = self._beside(lambda: self._shared_w2(self._between.activate(self._shared_w13(x), self._limit)))
-        rows = self._route.packed(x, self._gate(x), input_ids, num_live)
+        logits = self._gate(x)
+        rows = exchange.room(self._packed_width, x.device)
+        self._route.pack(x, logits, input_ids, num_live, rows)
         first, second = exchange.combine(self.experts.partial(exchange.gather(rows)))
         return Summands((first, second), shared())
 
@@ -137,11 +142,17 @@ class LocalExpertExchange:
     def __init__(self, peer_experts: Sequence[Experts]) -> None:
         self._peer_experts = peer_experts
         self._layer = 0
+        self._num_rows = 0
         self._rows: Tensor | None = None
 
     def begin_step(self, counts: tuple[int, int]) -> None:
         """Start at the first layer. What counts[1] announces never comes, there being no second rank."""
         self._layer = 0
+        self._num_rows = counts[0]
+
+    def room(self, width: int, device: torch.device) -> Tensor:
+        """See ExpertExchange."""
+        return torch.empty((self._num_rows, width), dtype=torch.float32, device=device)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Keep the rows for the peer's shard."""

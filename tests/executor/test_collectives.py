@@ -80,6 +80,25 @@ def test_expert_rows_reach_both_shards_and_partial_sums_come_back_in_rank_order(
         assert torch.equal(combined[1], rows[rank] * 3)
 
 
+@pytest.mark.parametrize("counts", [(16, 32), (16, 0), (0, 64)])
+def test_rows_in_the_room_for_them_are_gathered_where_they_lie(pair: Pair, counts: tuple[int, int]) -> None:
+    """The router writes them there, so nothing is copied; and a room is good for one gathering."""
+
+    def step(rank: int) -> tuple[bool, torch.Tensor, torch.Tensor]:
+        exchange = pair.groups[rank].expert_exchange()
+        exchange.begin_step(counts)
+        rows = exchange.room(8, torch.device("cpu")).fill_(rank + 1.0)
+        assert rows.shape == (counts[rank], 8)
+        gathered = exchange.gather(rows)
+        again = exchange.gather(torch.full((counts[rank], 8), rank + 3.0))
+        return rows.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr(), gathered, again
+
+    for in_place, gathered, again in pair.both(step):
+        assert in_place
+        assert gathered[:, 0].tolist() == [1.0] * counts[0] + [2.0] * counts[1]
+        assert again[:, 0].tolist() == [3.0] * counts[0] + [4.0] * counts[1]
+
+
 def test_rows_travel_as_bit_patterns(pair: Pair) -> None:
     """Packed rows hold expert ids and bfloat16 pairs, which are NaNs and denormals when read as float32."""
     words = [torch.randint(-(2**31), 2**31, (16, 8), generator=torch.Generator().manual_seed(r)).int() for r in (0, 1)]

@@ -37,6 +37,9 @@ class PairedExchange:
         self._barrier.wait(20)
         return both
 
+    def room(self, width: int, device: torch.device) -> Tensor:
+        return torch.full((self._counts[self._rank], width), torch.nan)
+
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._swap(rows))
 

@@ -194,6 +194,9 @@ def test_activations_stay_finite_and_tokens_go_to_different_experts() -> None:
         def begin_step(self, counts: tuple[int, int]) -> None:
             exchange.begin_step(counts)
 
+        def room(self, width: int, device: torch.device) -> Tensor:
+            return exchange.room(width, device)
+
         def gather(self, rows: Tensor) -> Tensor:
             chosen = rows[:, -config.num_experts_per_tok :].contiguous().view(torch.int32)
             loads.append(torch.bincount(chosen.flatten(), minlength=config.n_routed_experts))

@@ -211,6 +211,9 @@ def test_a_rank_without_tokens_takes_part(small_checkpoint: Path, engine: Engine
         def begin_step(self, counts: tuple[int, int]) -> None:
             calls.append("begin")
 
+        def room(self, width: int, device: torch.device) -> Tensor:
+            raise AssertionError("there are no rows")
+
         def gather(self, rows: Tensor) -> Tensor:
             calls.append("gather")
             assert rows.shape[0] == 0

@@ -143,9 +143,9 @@ class RouteRecorder:
         self.expert_ids = routes.expert_ids.long()
         return routes
 
-    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
+    def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
         """See RouterKernel."""
-        return pack(x, self(logits, input_ids, num_live))
+        rows.copy_(pack(x, self(logits, input_ids, num_live)))
 
 
 class RouteHook:

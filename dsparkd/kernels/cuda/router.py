@@ -32,15 +32,15 @@ class TritonRouter:
         self._launch(None, logits, input_ids, num_live, Routes(shares, expert_ids))
         return Routes(shares, expert_ids)
 
-    def packed(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Tensor:
+    def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
         """See RouterKernel."""
         words = x.view(torch.float32)
         (T, width), k = words.shape, self._rule.top_k
         assert x.is_contiguous()
-        rows = logits.new_empty((T, width + 2 * k))
+        assert rows.is_contiguous()
+        assert rows.shape == (T, width + 2 * k)
         routes = Routes(rows[:, width : width + k], rows.view(torch.int32)[:, width + k :])
         self._launch(words, logits, input_ids, num_live, routes)
-        return rows
 
     def _launch(
         self, words: Tensor | None, logits: Tensor, input_ids: Tensor, num_live: Tensor, routes: Routes
