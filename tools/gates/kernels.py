@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tools.kernel_cases import Case, Scale, all_cases
 
-CUTS = (1, 5, 16, 48, 333, 2000)  # rows of a run whose bits are compared with those of the whole
+CUTS = (1, 5, 16, 48, 96, 192, 333, 2000)  # rows of a run whose bits are compared with those of the whole
 NUM_PLACES = 3  # and at how many places
 
 
