@@ -23,6 +23,9 @@ from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, follow_alone
 from dsparkd.kernels.rotary import Rotation
 
 WIDTHS = (256, 512)  # what two warp groups halve into the columns of a product
+# Two names of Triton 3.6 are others in 3.9.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def is_wide(queries: Tensor, keys: Keys, tile: Tile) -> bool:
@@ -73,7 +76,7 @@ def _rows_of(  # type: ignore[no-untyped-def]
     in_slots = slots + gl.maximum(gl.minimum((i - window_tiles) * BLOCK_K + k, count - 1), 0)
     source = gl.load(gl.where(in_window, in_sources, in_slots))
     row = gl.where(source >= 0, ring + source * D, chunk + (-1 - source) * D)
-    return gl.where(in_window, row, entries + source * D)
+    return gl.multiple_of(gl.where(in_window, row, entries + source * D), 16)  # bytes: what one thread copies at once
 
 
 @gluon.jit(do_not_specialize=["W", "slot_stride", "E", "by_rows"])  # type: ignore[untyped-decorator]
@@ -134,9 +137,9 @@ def _attend_wide(  # type: ignore[no-untyped-def]
     row = _rows_of(
         begin, window_tiles, ring, chunk, own_sources, hidden, W, entries, own_slots, count, loaded_k, BLOCK_K, D
     )
-    async_copy.async_copy_global_to_shared(q, queries + own, mask=(loaded_h < H)[:, None])
+    async_load(q, queries + own, mask=(loaded_h < H)[:, None])
     some = (loaded_k < (end - begin) * BLOCK_K)[:, None]
-    async_copy.async_copy_global_to_shared(keys.index(0), row[:, None] + c[None, :], mask=some)
+    async_load(keys.index(0), row[:, None] + c[None, :], mask=some)
     async_copy.commit_group()
     row = _rows_of(
         begin + 1, window_tiles, ring, chunk, own_sources, hidden, W, entries, own_slots, count, loaded_k, BLOCK_K, D
@@ -152,10 +155,10 @@ def _attend_wide(  # type: ignore[no-untyped-def]
     for i in range(begin, end):
         tile = keys.index((i - begin) % 2)
         async_copy.wait_group(0)
-        gl.thread_barrier()  # all have their share of this tile, and are done with the last one
+        barrier()  # all have their share of this tile, and are done with the last one
         product = hopper.warpgroup_mma(q, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         some = (loaded_k < (end - i - 1) * BLOCK_K)[:, None]
-        async_copy.async_copy_global_to_shared(
+        async_load(
             keys.index((i + 1 - begin) % 2), row[:, None] + c[None, :], mask=some
         )  # fmt: skip
         async_copy.commit_group()
