@@ -35,28 +35,26 @@ from tools.kernel_cases.weights import random_weight
 COMPILERS = 12
 # (rows, outputs, inputs, warps, stages, registers, held)
 FEW = (
-    Tiles(16, 64, 128, 4, 3),
     Tiles(16, 64, 128, 4, 3, held=True),
     Tiles(16, 64, 128, 4, 4, held=True),
-    Tiles(16, 128, 128, 8, 4),
-    Tiles(16, 128, 128, 8, 4, held=True),
+    Tiles(16, 128, 128, 4, 3, held=True),
+    Tiles(16, 128, 128, 8, 3, held=True),
+    Tiles(16, 64, 128, 4, 3),
 )
 MIDDLE = (
     Tiles(32, 64, 128, 4, 3, held=True),
+    Tiles(32, 128, 128, 8, 3, held=True),
     Tiles(16, 64, 128, 4, 3, held=True),
-    Tiles(32, 64, 128, 4, 3, 128),
     Tiles(64, 64, 128, 4, 3),
     Tiles(64, 64, 128, 4, 4),
     Tiles(64, 64, 128, 4, 3, 128),
     Tiles(64, 128, 128, 8, 3),
 )
 LARGE = (
-    Tiles(64, 128, 128, 8, 4, held=True),
-    Tiles(64, 256, 128, 16, 3, held=True),
+    Tiles(64, 128, 128, 8, 4, 128, held=True),
     Tiles(128, 256, 128, 16, 3),
-    Tiles(64, 256, 128, 8, 3),
+    Tiles(64, 256, 128, 16, 3, held=True),
     Tiles(128, 128, 128, 8, 3, held=True),
-    Tiles(256, 128, 128, 8, 3),
 )
 MANY = (
     Tiles(256, 64, 128, 8, 3),
@@ -154,7 +152,7 @@ class Bound:
             (rows, place.inputs), generator=torch.Generator(device).manual_seed(1), device=device
         ).bfloat16()
 
-        chosen = choose_tiles(rows, place.outputs, place.form, torch.bfloat16)
+        chosen = choose_tiles(rows, place.outputs, place.inputs, place.form, torch.bfloat16)
         own = [chosen]
         linear = TritonLinear(weight, choose=lambda *_: own[0])
 

@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.tiles import count_tiles
 from dsparkd.kernels.weight import Format, Weight
 
 
@@ -64,6 +65,7 @@ class Tiles:
 
 
 TURNED_COLUMNS = 1024  # of one program that turns them
+TURNED_UNIT = 8  # elements that are loaded at once, where rows begin at multiples of so many
 REGROUPED = 4096  # words of one program
 STRETCH = 4  # pieces that one program lays out as rows
 FORMAT_CODES = {Format.DENSE: 0, Format.FP8: 1, Format.FP4: 2}  # what kernels are compiled for
@@ -213,20 +215,24 @@ def turned_place(column):  # type: ignore[no-untyped-def]
 
 
 def turn(x: Tensor) -> Tensor:
-    """Copy x [M, n], contiguous, with every 128 columns in the order of an FP4 weight's tile; n is a multiple."""
+    """Copy x [M, n] with every 128 columns in the order of an FP4 weight's tile; n is a multiple, rows contiguous."""
     num_rows, width = x.shape
-    turned = torch.empty_like(x)
-    block = math.gcd(TURNED_COLUMNS, width)
-    _turn[(num_rows, width // block)](x, turned, WIDTH=width, BLOCK=block, launch_pdl=EARLY)
+    turned = x.new_empty(x.shape)
+    block, unit = math.gcd(TURNED_COLUMNS, width), math.gcd(TURNED_UNIT, x.stride(0))
+    _turn[(num_rows, width // block)](
+        x, turned, x.stride(0) // unit, UNIT=unit, WIDTH=width, BLOCK=block, launch_pdl=EARLY
+    )
     return turned
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _turn(x, turned, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_units"])  # type: ignore[untyped-decorator]
+def _turn(  # type: ignore[no-untyped-def]
+    x, turned, row_units, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     follow()
-    places = tl.program_id(0).to(tl.int64) * WIDTH + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.reshape(tl.load(x + places), (BLOCK // 128, 128))
-    tl.store(turned + places, tl.reshape(turned_tile(own, BLOCK // 128), (BLOCK,)))
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.reshape(tl.load(x + row * (row_units * UNIT) + columns), (BLOCK // 128, 128))
+    tl.store(turned + row * WIDTH + columns, tl.reshape(turned_tile(own, BLOCK // 128), (BLOCK,)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -344,15 +350,15 @@ def in_pieces(weight: Weight, sections: int = 1) -> tuple[Tensor, Tensor]:
         return weight.values, weight.values  # scales of dense ones are never read
     (outputs, width), fp8 = weight.shape, weight.format is Format.FP8
     height, code = outputs // sections, FORMAT_CODES[weight.format]
-    steps, rows = triton.cdiv(width, 128), sections * triton.cdiv(height, 128)
+    steps, rows = count_tiles(width, 128), sections * count_tiles(height, 128)
     runs = weight.values.view(torch.int16 if fp8 else torch.int32)  # codes that come to lie side by side
     pieces = weight.values.new_empty((2 * rows, steps * (2048 if fp8 else 1024)), dtype=torch.int32)
     scales = pieces.new_empty((2 * rows, (steps + 1) // 2 * (32 if fp8 else 128)))
-    shape = height, runs.shape[1], weight.scales.shape[1], 2 * triton.cdiv(height, 128), steps
-    _order_words[(triton.cdiv(pieces.numel(), REGROUPED),)](
+    shape = height, runs.shape[1], weight.scales.shape[1], 2 * count_tiles(height, 128), steps
+    _order_words[(count_tiles(pieces.numel(), REGROUPED),)](
         runs, pieces, pieces.numel(), *shape, FORMAT=code, BLOCK=REGROUPED
     )
-    _order_scales[(triton.cdiv(scales.numel(), REGROUPED // 4),)](
+    _order_scales[(count_tiles(scales.numel(), REGROUPED // 4),)](
         weight.scales, scales, scales.numel(), *shape, FORMAT=code, BLOCK=REGROUPED // 4
     )
     return pieces, scales
@@ -364,7 +370,7 @@ def in_rows(values: Tensor, scales: Tensor, form: Format, shape: tuple[int, int]
     Every section is filled up with zeros to whole 128 rows: [sections * ceil(O / sections, 128), I].
     """
     outputs, width = shape
-    rows = sections * triton.cdiv(outputs // sections, 128) * 128
+    rows = sections * count_tiles(outputs // sections, 128) * 128
     out = torch.empty((rows, width), dtype=torch.bfloat16, device=values.device)
     steps = math.gcd(width // 128, STRETCH)
     _in_rows[(rows // 64, width // 128 // steps)](

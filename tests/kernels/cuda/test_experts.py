@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
+from dsparkd.kernels.cuda.experts import SCAN, TritonExperts, choose_tiles, lay_out, tiles_of
 from dsparkd.kernels.cuda.tile import Tiles
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
@@ -31,9 +31,10 @@ def make_rows(rows: int, top_k: int, device: torch.device, width: int = 96) -> t
     return x.to(device), ids.contiguous().to(device), shares.to(device)
 
 
-@pytest.mark.parametrize(("rows", "top_k"), [(7, 3), (50, 4), (700, 4)])
+@pytest.mark.parametrize(("rows", "top_k"), [(7, 3), (50, 4), (256, 4), (257, 4), (1700, 3)])
 def test_choices_are_laid_out_by_expert_in_the_order_of_rows(device: torch.device, rows: int, top_k: int) -> None:
-    """In whole tiles of one expert each; places point back at the choices, and at nothing for others' experts."""
+    """In whole tiles of one expert each; places point back at the choices, and at nothing for others' experts. More
+    than a program looks at are counted by chunks first."""
     _, ids, _ = make_rows(rows, top_k, device)
     layout = lay_out(ids, FIRST, COUNT, 16)
     choices, experts, places = layout.choices.tolist(), layout.tile_experts.tolist(), layout.places.flatten().tolist()
@@ -52,15 +53,16 @@ def test_choices_are_laid_out_by_expert_in_the_order_of_rows(device: torch.devic
     ]
 
 
-@pytest.mark.parametrize("rows", [17, 33])
+@pytest.mark.parametrize("rows", [17, 33, SCAN + 1])
 def test_the_layout_has_room_for_the_worst_distribution(device: torch.device, rows: int) -> None:
     """All rows at one expert, or each expert a row past a whole tile."""
     same = torch.full((rows, 1), FIRST + 1, dtype=torch.int32, device=device)
     layout = lay_out(same, FIRST, COUNT, 16)
     assert sorted(layout.choices[layout.places.flatten().long()].tolist()) == list(range(rows))
-    spread = (FIRST + torch.arange(COUNT * 17, device=device).int() % COUNT)[:, None].contiguous()
+    rest = rows // COUNT // 16 * 16 + 1  # a row past whole tiles
+    spread = (FIRST + torch.arange(COUNT * rest, device=device).int() % COUNT)[:, None].contiguous()
     layout = lay_out(spread, FIRST, COUNT, 16)
-    assert (layout.tile_experts >= 0).sum() == 2 * COUNT
+    assert (layout.tile_experts >= 0).sum() == (rest // 16 + 1) * COUNT
 
 
 @pytest.mark.parametrize("form", list(Format))
@@ -78,8 +80,20 @@ def test_choices_of_one_tile_stay_where_they_are_and_give_the_same_bits(device: 
         assert torch.equal(kernel(x[3:4], ids[3:4], shares[3:4]), beside[3:4])
 
 
+@pytest.mark.parametrize(("rows", "gap"), [(2, 5), (2, 8), (20, 5), (260, 8)])
+def test_rows_that_lie_apart_give_the_bits_of_those_side_by_side(device: torch.device, rows: int, gap: int) -> None:
+    """As ranks exchange them: inputs, shares and ids of a row are one stretch. Begun at 16 bytes or not."""
+    kernel = TritonExperts(make_shard(Format.FP4, device, 128, 64))
+    x, ids, shares = make_rows(rows, 4, device, 128)
+    wide = torch.zeros((rows, 128 + gap), dtype=x.dtype, device=device)
+    words = torch.zeros((rows, 2, 4 + gap), dtype=torch.int32, device=device)
+    wide[:, :128], words[:, 0, :4], words[:, 1, :4] = x, ids, shares.view(torch.int32)
+    apart = kernel(wide[:, :128], words[:, 0, :4], words[:, 1, :4].view(torch.float32))
+    assert torch.equal(apart, kernel(x, ids, shares))
+
+
 @pytest.mark.parametrize("form", list(Format))
-@pytest.mark.parametrize(("width", "expert_width"), [(96, 64), (256, 128)])
+@pytest.mark.parametrize(("width", "expert_width"), [(96, 64), (256, 128), (64, 40)])
 def test_the_sum_is_that_of_the_torch_form(device: torch.device, form: Format, width: int, expert_width: int) -> None:
     """Clamps that bind, padding rows, experts of the other shard. Intermediate roundings to bfloat16 differ a digit."""
     shard, rows = make_shard(form, device, width, expert_width), make_rows(20, 3, device, width)
@@ -90,7 +104,7 @@ def test_the_sum_is_that_of_the_torch_form(device: torch.device, form: Format, w
 
 def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None:
     """The device's float32 form is what its gates compare with the cpu."""
-    packed = make_shard(Format.FP4, device)
+    packed = make_shard(Format.FP4, device, 96, 36)  # gate and up by fewer turns
     w13, w2 = (tuple(dense(decode(weight, torch.float32)) for weight in part) for part in (packed.w13, packed.w2))
     shard = ExpertShard(FIRST, w13, w2, 1.5)
     x, ids, shares = make_rows(20, 3, device)
