@@ -34,6 +34,7 @@ from dsparkd.kernels.cuda.tile import (
     weight_tile,
 )
 from dsparkd.kernels.experts import ExpertShard
+from dsparkd.kernels.tiles import count_tiles, power_of_two
 from dsparkd.kernels.weight import FP8_GROUP, Format, Weight, stacked
 
 SCAN = 1024  # choices that a program of the layout looks at
@@ -98,7 +99,7 @@ class TritonExperts:
         self._gate_up(x, shares, layout, tiles, hidden)
         outputs = x.new_empty((layout.num_slots, D))
         self._down(hidden, layout, tiles, outputs)
-        _combine[(R, triton.cdiv(D, COMBINED))](
+        _combine[(R, count_tiles(D, COMBINED))](
             outputs,
             layout.places,
             total,
@@ -121,7 +122,7 @@ class TritonExperts:
             x = turn(x)
         unit = math.gcd(x.stride(0), ROW_UNIT)
         block = tiles.outputs if height % tiles.outputs == 0 else min(tiles.outputs, 128)
-        _gate_up_kernel[(layout.num_tiles * triton.cdiv(height, block),)](
+        _gate_up_kernel[(layout.num_tiles * count_tiles(height, block),)](
             x,
             *self._w13,
             layout.choices,
@@ -160,7 +161,7 @@ class TritonExperts:
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
         width = outputs.shape[1]
         block = tiles.outputs if width % tiles.outputs == 0 else min(tiles.outputs, 128)
-        _down_kernel[(layout.num_tiles * triton.cdiv(width, block),)](
+        _down_kernel[(layout.num_tiles * count_tiles(width, block),)](
             hidden,
             *self._w2,
             layout.choices,
@@ -267,11 +268,11 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
     if num_choices <= FEW_CHOICES:
         return Layout(expert_ids, expert_ids, expert_ids, is_in_place=True)
     # Each expert wastes less than a tile, and each tile has a choice.
-    num_tiles = min(num_choices, triton.cdiv(num_choices + num_experts * (tile_rows - 1), tile_rows))
+    num_tiles = min(num_choices, count_tiles(num_choices + num_experts * (tile_rows - 1), tile_rows))
     choices = expert_ids.new_empty(num_tiles * tile_rows)
     tile_experts = expert_ids.new_empty(num_tiles)
     places = expert_ids.new_empty(expert_ids.shape)
-    room = max(16, triton.next_power_of_2(num_experts))
+    room = max(16, power_of_two(num_experts))
     if num_choices <= SCAN:
         _lay_out_kernel[(num_experts,)](
             expert_ids,
@@ -291,7 +292,7 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
             sanitize_overflow=False,
         )
         return Layout(choices, tile_experts, places, is_in_place=False)
-    chunks = triton.cdiv(num_choices, SCAN)
+    chunks = count_tiles(num_choices, SCAN)
     counts = expert_ids.new_empty((chunks, room))
     _count_kernel[(chunks,)](
         expert_ids,
