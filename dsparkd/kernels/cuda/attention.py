@@ -38,7 +38,7 @@ from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.rotary import Rotation
-from dsparkd.kernels.tiles import KEY_TILE
+from dsparkd.kernels.tiles import KEY_TILE, count_tiles, power_of_two
 
 HEAD_ROWS = 8  # vectors that one program norms and rotates
 PART = 512  # entries of one part: as many as an indexer chooses, whose tokens have one part and need no sum
@@ -64,7 +64,7 @@ class TritonAttention:
             queries, keys = like.new_zeros((n, heads, width)), like.new_zeros((n, width))
             rows = keys if kept is None else torch.zeros_like(kept[:1])
             window = WindowKeys(rows, keys, zeros[:n, None], zeros[:n], True)
-            slots = zeros[: n * 2 * PART].view(n, -1)[:, : triton.cdiv(count, PART) * PART]
+            slots = zeros[: n * 2 * PART].view(n, -1)[:, : count_tiles(count, PART) * PART]
             entries = EntryKeys(rows, slots, zeros[:n] + count)
             self.attend(queries, window, entries, sink, Rotation(angles[:n], angles[:n]), torch.empty_like(queries))
 
@@ -83,7 +83,7 @@ class TritonAttention:
 
     def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
         """See AttentionKernel."""
-        seen = triton.cdiv(visible.most, KEY_TILE) * KEY_TILE  # a captured shape has slots for any context
+        seen = count_tiles(visible.most, KEY_TILE) * KEY_TILE  # a captured shape has slots for any context
         return EntryKeys(entries, visible.slots[:, :seen], visible.counts, visible.rows)
 
     def attend(
@@ -98,7 +98,7 @@ class TritonAttention:
         """See AttentionKernel."""
         n, H, d = queries.shape
         tile = Tile(H, d, queries.dtype, is_packed(window.ring))
-        num_parts = 1 if entries is None else max(1, triton.cdiv(entries.slots.shape[1], PART))
+        num_parts = 1 if entries is None else max(1, count_tiles(entries.slots.shape[1], PART))
         if num_parts == 1:
             keys = keys_of(window, entries, d, inverse.cos.shape[-1])
             if n <= FEW_TOKENS:
@@ -111,7 +111,7 @@ class TritonAttention:
         if self._arrivals is None:
             self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=queries.device)
         # Whole sixteens: Triton compiles anew for pointers that are aligned to less than that.
-        most = ARRIVALS // triton.cdiv(H, 16)
+        most = ARRIVALS // count_tiles(H, 16)
         step = max(16, min(most, PART_BYTES // (4 * num_parts * H * (d + 2))) // 16 * 16)
         for start in range(0, n, step):
             few = slice(start, min(start + step, n))
@@ -142,7 +142,7 @@ def _attend_parts(
 ) -> None:
     """Attend with room for the results of num_parts parts a token; arrivals: zeros, and zeros again behind it."""
     n, H, d = queries.shape
-    num_blocks = triton.cdiv(H, tile.heads)
+    num_blocks = count_tiles(H, tile.heads)
     mixes = sums = sink  # not written where a token has one part
     if num_parts > 1:
         mixes, sums = sink.new_empty((n, num_parts, H, d)), sink.new_empty((n, num_parts, 2, H))
@@ -205,7 +205,7 @@ def norm_and_rotate(
     distance = abs(query.data_ptr() - queries.data_ptr())
     if 0 < distance < query.numel() * query.itemsize:
         raise InvariantError(f"norm and rotary of queries: input and output overlap, {distance} bytes apart")
-    _norm_and_rotate[(T, triton.cdiv(H + 1, HEAD_ROWS))](
+    _norm_and_rotate[(T, count_tiles(H + 1, HEAD_ROWS))](
         query,
         latent,
         latent.stride(0),
@@ -219,7 +219,7 @@ def norm_and_rotate(
         D=d,
         R=rotation.cos.shape[-1],
         BLOCK_H=HEAD_ROWS,
-        BLOCK_D=triton.next_power_of_2(d),
+        BLOCK_D=power_of_two(d),
         num_warps=4,
         launch_pdl=EARLY,
     )

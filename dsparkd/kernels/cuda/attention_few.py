@@ -17,6 +17,7 @@ from dsparkd.kernels.cuda.attention_tile import SUMS, Keys, Tile, entry_keys, lo
 from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.tiles import count_tiles
 
 FEW_TOKENS = 64
 KEYS, KEY_WARPS = 32, 4  # of a program of the first launch
@@ -26,11 +27,11 @@ COLUMNS, WARPS = 64, 8  # and of the second
 def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, output: Tensor, tile: Tile) -> None:
     """See AttentionKernel.attend. Takes n * K * (4 * H + 2 * d) bytes in between."""
     n, H, d = queries.shape
-    window_room = triton.cdiv(keys.window, tile.keys) * tile.keys
-    room = window_room + triton.cdiv(keys.most, tile.keys) * tile.keys
+    window_room = count_tiles(keys.window, tile.keys) * tile.keys
+    room = window_room + count_tiles(keys.most, tile.keys) * tile.keys
     laid = queries.new_empty((n, room, d))
     logits = sink.new_empty((n, H, room))
-    num_blocks, rotary = triton.cdiv(H, tile.heads), inverse.cos.shape[-1]
+    num_blocks, rotary = count_tiles(H, tile.heads), inverse.cos.shape[-1]
     few = min(KEYS, tile.keys)
     _lay_keys[(n, room // few, num_blocks)](
         queries,
@@ -67,7 +68,7 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
         launch_pdl=EARLY,
     )
     columns = min(COLUMNS, tile.width)
-    _mix_columns[(n, triton.cdiv(d, columns), num_blocks)](
+    _mix_columns[(n, count_tiles(d, columns), num_blocks)](
         laid,
         logits,
         room,

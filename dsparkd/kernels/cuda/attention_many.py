@@ -11,7 +11,6 @@ Letters: n tokens, H heads, d head width, W window, E entries a row has at most,
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from dsparkd.kernels.cuda.attention_tile import SUMS, Keys, Tile
 from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, follow_alone
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.tiles import count_tiles
 
 WIDTHS = (256, 512)  # what two warp groups halve into the columns of a product
 # Two names of Triton 3.6 are others in 3.9.
@@ -37,7 +37,7 @@ def is_wide(queries: Tensor, keys: Keys, tile: Tile) -> bool:
 def attend_many(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, output: Tensor, tile: Tile) -> None:
     """See AttentionKernel.attend. Entries of one part."""
     n, H, d = queries.shape
-    _attend_wide[(n, triton.cdiv(H, tile.heads))](
+    _attend_wide[(n, count_tiles(H, tile.heads))](
         queries,
         keys.ring,
         keys.chunk,

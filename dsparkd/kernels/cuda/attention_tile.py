@@ -20,6 +20,7 @@ from dsparkd.kernels.attention import EntryKeys, WindowKeys
 from dsparkd.kernels.cuda.packed import block_of, load_keys, tails_of
 from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.row_layout import scales_at
+from dsparkd.kernels.tiles import power_of_two
 
 SUMS = tl.constexpr(16)  # columns of a denominator, all alike: as few as a product has
 
@@ -28,9 +29,9 @@ class Tile:
     """Sizes of one program, by geometry and dtype alone: `keys` and `heads` fix the order of every reduction."""
 
     def __init__(self, num_heads: int, width: int, dtype: torch.dtype, packed: bool) -> None:
-        self.width = block_of(width) if packed else triton.next_power_of_2(width)
+        self.width = block_of(width) if packed else power_of_two(width)
         # A tensor core tile has 16 rows; 64 heads share each key that is read and fill a warp group's product.
-        self.heads = min(max(triton.next_power_of_2(num_heads), 16), 64 if dtype == torch.bfloat16 else 16)
+        self.heads = min(max(power_of_two(num_heads), 16), 64 if dtype == torch.bfloat16 else 16)
         if dtype == torch.bfloat16:
             # Places are loaded two tiles ahead and keys one: queries, two tiles of keys and the shares of 64 heads by
             # 512 take 195 of the 227 KiB of shared memory.

@@ -22,6 +22,7 @@ from dsparkd.kernels.cuda.packed import block_of, store_index_key, store_key, ta
 from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.kernels.row_layout import scales_at
+from dsparkd.kernels.tiles import power_of_two
 
 BLOCK_ROWS = 16  # rows of a window that are mixed at once
 STAGES = 4  # of such rows: places are loaded two ahead, and rows one
@@ -90,7 +91,7 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         DTYPE=tl.float32 if dtype == torch.float32 else tl.bfloat16,
         BLOCK_ROWS=min(BLOCK_ROWS, span),
         STAGES=STAGES if span > BLOCK_ROWS else 1,
-        BLOCK_D=(block_of if packed else triton.next_power_of_2)(max(width, key_width)),
+        BLOCK_D=(block_of if packed else power_of_two)(max(width, key_width)),
         num_warps=8,
         launch_pdl=EARLY,
         sanitize_overflow=False,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.tiles import count_tiles
 
 COLUMNS = 1024  # of one program
 
@@ -22,7 +23,7 @@ class TritonFeedForward:
         T, I = hidden.shape[0], hidden.shape[1] // 2  # noqa: E741
         out = hidden.new_empty((T, I))
         if T:
-            _activate[(T, triton.cdiv(I, COLUMNS))](hidden, out, limit, WIDTH=I, BLOCK=COLUMNS, launch_pdl=EARLY)
+            _activate[(T, count_tiles(I, COLUMNS))](hidden, out, limit, WIDTH=I, BLOCK=COLUMNS, launch_pdl=EARLY)
         return out
 
 

@@ -25,6 +25,7 @@ from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, constant, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.hyper_connection import Collapsed, Mixing
+from dsparkd.kernels.tiles import count_tiles, power_of_two
 
 PART_COLUMNS = 128
 FEW_TOKENS = 32  # up to so many each stream has programs of its own
@@ -60,7 +61,7 @@ class TritonProduct:
     def parts_of(self, streams: Tensor) -> Tensor:
         """Memory for the parts of a product with these streams."""
         T, S, D = streams.shape
-        shape = (S if T <= FEW_TOKENS else 1, triton.cdiv(D, PART_COLUMNS), T, self.terms.shape[1] + 1)
+        shape = (S if T <= FEW_TOKENS else 1, count_tiles(D, PART_COLUMNS), T, self.terms.shape[1] + 1)
         return torch.empty(shape, dtype=torch.float32, device=streams.device)
 
 
@@ -82,7 +83,7 @@ class TritonHyperConnection:
         post, comb = raw.new_empty((T, S)), raw.new_empty((T, S, S))
         collapsed = Collapsed(streams.new_empty((T, D)), post, comb)
         together = FEW_BACK if T <= FEW_TOKENS else MANY_BACK
-        _collapse[(triton.cdiv(T, together) + T,)](
+        _collapse[(count_tiles(T, together) + T,)](
             streams,
             raw,
             mixing.scale,
@@ -100,9 +101,9 @@ class TritonHyperConnection:
             P=raw.shape[1],
             ITERATIONS=mixing.iterations,
             BLOCK_T=together,
-            BLOCK_D=triton.next_power_of_2(D),
-            BLOCK_P=triton.next_power_of_2(raw.shape[1]),
-            BLOCK_O=triton.next_power_of_2(raw.shape[3]),
+            BLOCK_D=power_of_two(D),
+            BLOCK_P=power_of_two(raw.shape[1]),
+            BLOCK_O=power_of_two(raw.shape[3]),
             num_warps=8 if D > 1024 else 4,
             launch_pdl=EARLY,
         )
@@ -138,7 +139,7 @@ def _launch(
     first, second = (whole, whole) if summands is None else summands.partials
     terms = streams if product is None else product.terms
     is_few = T <= FEW_TOKENS
-    _advance[(triton.cdiv(T, BLOCK_T), triton.cdiv(D, PART_COLUMNS), S if is_few else 1)](
+    _advance[(count_tiles(T, BLOCK_T), count_tiles(D, PART_COLUMNS), S if is_few else 1)](
         whole,
         first,
         second,
@@ -158,7 +159,7 @@ def _launch(
         SPREAD=is_few,
         BLOCK_T=BLOCK_T,
         BLOCK_C=PART_COLUMNS,
-        BLOCK_O=16 if product is None else max(16, triton.next_power_of_2(terms.shape[1])),
+        BLOCK_O=16 if product is None else max(16, power_of_two(terms.shape[1])),
         OPERAND=operand(streams),
         PRECISION=precision(streams),
         num_warps=4,
@@ -186,9 +187,9 @@ def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps
             D=D,
             Q=raw.shape[0],
             P=raw.shape[1],
-            BLOCK_D=triton.next_power_of_2(D),
-            BLOCK_P=triton.next_power_of_2(raw.shape[1]),
-            BLOCK_O=triton.next_power_of_2(raw.shape[3]),
+            BLOCK_D=power_of_two(D),
+            BLOCK_P=power_of_two(raw.shape[1]),
+            BLOCK_O=power_of_two(raw.shape[3]),
             num_warps=8 if D > 1024 else 4,
             launch_pdl=EARLY,
         )

@@ -18,7 +18,7 @@ from dsparkd.kernels.cuda.packed import load_index_keys
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.packed import is_packed
-from dsparkd.kernels.tiles import KEY_TILE
+from dsparkd.kernels.tiles import KEY_TILE, count_tiles, power_of_two
 
 SCORE_BYTES = 256 << 20  # of scores that may lie in memory at once
 SPAN = 512  # entries that one program scores
@@ -63,7 +63,7 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
     a row is not written."""
     n, h, i = query.shape
     scores = torch.empty((n, visible.most), dtype=torch.float32, device=query.device)
-    _score[(n, triton.cdiv(visible.most, SPAN))](
+    _score[(n, count_tiles(visible.most, SPAN))](
         query,
         weights,
         keys,
@@ -77,8 +77,8 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
         D=i,
         B=keys.shape[1] if is_packed(keys) else 0,
         SPAN=SPAN,
-        BLOCK_H=max(16, triton.next_power_of_2(h)),
-        BLOCK_D=max(16, triton.next_power_of_2(i)),
+        BLOCK_H=max(16, power_of_two(h)),
+        BLOCK_D=max(16, power_of_two(i)),
         BLOCK_E=128,
         OPERAND=operand(query),
         PRECISION=precision(query),
@@ -107,7 +107,7 @@ def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, 
         visible.most,
         TOP_K=top_k,
         WIDTH=chosen.shape[1],
-        BLOCK_W=triton.next_power_of_2(chosen.shape[1]),
+        BLOCK_W=power_of_two(chosen.shape[1]),
         BLOCK=block,
         num_warps=warps,
         launch_pdl=EARLY,

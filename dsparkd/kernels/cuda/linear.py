@@ -34,6 +34,7 @@ from dsparkd.kernels.cuda.tile import (
     turned_tile,
     weight_tile,
 )
+from dsparkd.kernels.tiles import count_tiles
 from dsparkd.kernels.weight import Format, Weight
 
 SPLIT_OUTPUTS = 64  # outputs of one program, as the number of splits is reckoned
@@ -152,7 +153,7 @@ class TritonLinear:
 
 def count_programs(num_rows: int, outputs: int, groups: int, tiles: Tiles) -> int:
     """Tiles of the outputs, whose inputs one program or as many as there are splits have."""
-    return int(triton.cdiv(num_rows, tiles.rows) * groups * triton.cdiv(outputs // groups, tiles.outputs))
+    return int(count_tiles(num_rows, tiles.rows) * groups * count_tiles(outputs // groups, tiles.outputs))
 
 
 def is_spread(num_rows: int, outputs: int, inputs: int, groups: int, tiles: Tiles) -> bool:
@@ -163,7 +164,7 @@ def is_spread(num_rows: int, outputs: int, inputs: int, groups: int, tiles: Tile
 
 def splits_of(outputs: int, inputs: int) -> int:
     """Into how many splits the inputs of a weight are cut: a power of two, of equal ones."""
-    blocks, splits = triton.cdiv(outputs, SPLIT_OUTPUTS), 1
+    blocks, splits = count_tiles(outputs, SPLIT_OUTPUTS), 1
     if blocks <= SPREAD_PROGRAMS:
         while 2 * splits * blocks <= SPLIT_PROGRAMS and inputs % (2 * splits * SPLIT_INPUTS) == 0:
             splits *= 2
@@ -198,7 +199,7 @@ def choose_tiles(num_rows: int, outputs: int, inputs: int, form: Format, dtype: 
         if not is_dense and num_rows <= WIDE_ROWS and splits_of(outputs, inputs) == 1:
             return WIDE_TILE
         for tiles in APART_TILES:
-            if triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs) >= LARGE_PROGRAMS:
+            if count_tiles(num_rows, tiles.rows) * count_tiles(outputs, tiles.outputs) >= LARGE_PROGRAMS:
                 return tiles
     return few[-1]
 

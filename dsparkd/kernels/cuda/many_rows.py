@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.products import add_splits, operand, precision, store_tile
 from dsparkd.kernels.cuda.tile import Tiles
+from dsparkd.kernels.tiles import count_tiles
 
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
@@ -31,11 +32,11 @@ def multiply(
     (num_rows, outputs), inputs = out.shape, weight.shape[1]
     block = 1 << (tiles.rows.bit_length() - 1)
     more = tiles.rows - block
-    blocks = groups * triton.cdiv(outputs // groups, tiles.outputs)
+    blocks = groups * count_tiles(outputs // groups, tiles.outputs)
     parts = out  # not touched where a program has all splits
     if arrivals is not None:
         parts = torch.empty((splits, num_rows, outputs), dtype=torch.float32, device=x.device)
-    _multiply[(triton.cdiv(num_rows, tiles.rows) * blocks, 1 if arrivals is None else splits)](
+    _multiply[(count_tiles(num_rows, tiles.rows) * blocks, 1 if arrivals is None else splits)](
         _tiles_of(x, block, tiles.inputs),
         _tiles_of(x, more or block, tiles.inputs),
         _tiles_of(weight, tiles.outputs, tiles.inputs),

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.tiles import count_tiles
 
 BLOCKS = 256  # blocks of four words that one program makes
 
@@ -20,7 +21,7 @@ def gumbel(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int, s
     rows = seeds.shape[0]
     out = torch.empty((rows, vocab_size), dtype=torch.float32, device=seeds.device)
     if rows:
-        grid = (rows, triton.cdiv(vocab_size, 4 * BLOCKS))
+        grid = (rows, count_tiles(vocab_size, 4 * BLOCKS))
         _gumbel[grid](
             seeds,
             seeds.stride(0),

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsparkd.kernels.cuda.attention_tile import rotate_pairs
 from dsparkd.kernels.cuda.launch import EARLY, constant, follow
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.tiles import count_tiles, power_of_two
 
 SQUARES = 4096  # of a row that are added side by side: it fixes the order of the sum
 ROTATE_ROWS = 8  # heads that one program rotates
@@ -21,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, n], rows apart, weight [n] float32 -> [T, n] contiguous in x's dtype; float32 inside, one cast."""
     T, width = x.shape
     out = x.new_empty((T, width))
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     _rms_norm[(T,)](
         x, x.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=8 if block > 2048 else 4, launch_pdl=EARLY
     )
@@ -35,7 +36,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     out = x.new_empty((T, 1))
     if T:
         _inverse_rms[(T,)](
-            x, out, eps, WIDTH=width, BLOCK=min(SQUARES, triton.next_power_of_2(width)), num_warps=8, launch_pdl=EARLY
+            x, out, eps, WIDTH=width, BLOCK=min(SQUARES, power_of_two(width)), num_warps=8, launch_pdl=EARLY
         )
     return out
 
@@ -45,8 +46,8 @@ def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
     T, heads, width = x.shape
     assert x.is_contiguous()
     rotary = rotation.cos.shape[-1]
-    rows = min(ROTATE_ROWS, triton.next_power_of_2(heads))
-    _rotate[(T, triton.cdiv(heads, rows))](
+    rows = min(ROTATE_ROWS, power_of_two(heads))
+    _rotate[(T, count_tiles(heads, rows))](
         x,
         rotation.cos,
         rotation.sin,
@@ -54,7 +55,7 @@ def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
         D=width,
         R=rotary,
         BLOCK_H=rows,
-        BLOCK_R=triton.next_power_of_2(rotary),
+        BLOCK_R=power_of_two(rotary),
         num_warps=1,
         launch_pdl=EARLY,
     )

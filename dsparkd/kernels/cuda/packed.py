@@ -15,6 +15,7 @@ from torch import Tensor
 from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.row_layout import GROUP, INDEX_GROUP, scales_at
+from dsparkd.kernels.tiles import count_tiles, power_of_two
 
 SPAN = tl.constexpr(GROUP)
 INDEX_SPAN = tl.constexpr(INDEX_GROUP)
@@ -59,9 +60,9 @@ def round_queries(queries: Tensor) -> Tensor:
     T, heads, width = queries.shape
     assert queries.is_contiguous()
     rounded = torch.empty_like(queries)
-    rows = min(QUERY_HEADS, max(16, triton.next_power_of_2(heads)))
+    rows = min(QUERY_HEADS, max(16, power_of_two(heads)))
     if T:
-        _round_queries[(T, triton.cdiv(heads, rows))](
+        _round_queries[(T, count_tiles(heads, rows))](
             queries,
             rounded,
             H=heads,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.tiles import count_tiles, power_of_two
 
 BLOCK = 1024  # words of one program
 
@@ -23,7 +24,7 @@ def take_apart(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     x, shares = rows.new_empty((R, words)), rows.new_empty((R, top_k))
     expert_ids = torch.empty((R, top_k), dtype=torch.int32, device=rows.device)
     if R:
-        _take_apart[(R, triton.cdiv(words, BLOCK))](
+        _take_apart[(R, count_tiles(words, BLOCK))](
             rows,
             x,
             shares,
@@ -31,7 +32,7 @@ def take_apart(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
             WORDS=words,
             TOP_K=top_k,
             BLOCK=BLOCK,
-            BLOCK_K=triton.next_power_of_2(top_k),
+            BLOCK_K=power_of_two(top_k),
             num_warps=4,
             launch_pdl=EARLY,
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, constant, follow
 from dsparkd.kernels.router import RouterRule, Routes
+from dsparkd.kernels.tiles import count_tiles, power_of_two
 
 COPIED = 1024  # words of a token that one program copies
 TAKEN = tl.constexpr(-(2**31))  # what an expert that is chosen already counts as: less than any score
@@ -50,7 +51,7 @@ class TritonRouter:
         T, E = logits.shape
         width = 0 if words is None else words.shape[1]
         if T:
-            _route[(T, 1 + triton.cdiv(width, COPIED))](
+            _route[(T, 1 + count_tiles(width, COPIED))](
                 logits,
                 logits if rule.bias is None else rule.bias,
                 input_ids if rule.table is None else rule.table,
@@ -65,7 +66,7 @@ class TritonRouter:
                 HASHED=rule.table is not None,
                 STRIDE=routes.shares.stride(0),
                 WORDS=width,
-                BLOCK=triton.next_power_of_2(E),
+                BLOCK=power_of_two(E),
                 BLOCK_W=COPIED,
                 num_warps=1,
                 launch_pdl=EARLY,

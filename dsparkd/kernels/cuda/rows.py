@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.tiles import count_tiles, power_of_two
 
 BLOCK = 1024  # columns of one program
 
@@ -22,8 +23,8 @@ def store(ring: Tensor, dst: Tensor, rows: Tensor, src: Tensor) -> None:
     assert ring.is_contiguous()
     assert rows.is_contiguous()
     if src.shape[0]:
-        block = min(BLOCK, triton.next_power_of_2(width))
-        _store[(src.shape[0], triton.cdiv(width, block))](
+        block = min(BLOCK, power_of_two(width))
+        _store[(src.shape[0], count_tiles(width, block))](
             ring,
             dst,
             rows,
@@ -43,8 +44,8 @@ def add_by_phase(rows: Tensor, bias: Tensor, positions: Tensor) -> None:
     period, half = bias.shape
     assert rows.is_contiguous()
     assert width == 2 * half
-    block = min(BLOCK, triton.next_power_of_2(half))
-    _add_by_phase[(T, triton.cdiv(half, block))](
+    block = min(BLOCK, power_of_two(half))
+    _add_by_phase[(T, count_tiles(half, block))](
         rows, bias, positions, PERIOD=period, HALF=half, BLOCK=block, launch_pdl=EARLY
     )
 

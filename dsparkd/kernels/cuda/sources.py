@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.sources import Origin
+from dsparkd.kernels.tiles import power_of_two
 
 
 def sources(positions: Tensor, shift: int, span: int, origin: Origin) -> Tensor:
@@ -32,7 +33,7 @@ def sources(positions: Tensor, shift: int, span: int, origin: Origin) -> Tensor:
             RING=origin.ring,
             SPAN=span,
             HAS_OWN=has_own,
-            BLOCK=triton.next_power_of_2(span),
+            BLOCK=power_of_two(span),
             num_warps=1,
             launch_pdl=EARLY,
         )
