@@ -497,6 +497,7 @@ class Loop:
         if self._flight is not None and any(self._flight.launched.is_chunk) and not plan.replays:
             # A step that is no replay takes the host long to launch, and first ids would wait for that.
             self._land()
+            self._deliver()
         flight = Flight(plan, launched, self._parts.stepper.launch(plan, agreement.num_tokens))
         self._account.launched(plan)
         self._land()

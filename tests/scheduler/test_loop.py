@@ -656,9 +656,18 @@ def test_a_prompt_joins_the_rows_that_fly(lab, overlapped):
 
 @pytest.mark.parametrize("decode_graphs", [False, True])
 def test_ids_behind_chunks_do_not_wait_for_a_launch_kernel_by_kernel(lab, decode_graphs):
-    """Such a launch takes as long as a short chunk itself: the step before lands first, in the tick of the next one."""
+    """Such a launch takes as long as a short chunk itself: the step before lands first, in the tick of the next one, and
+    what it gave is on its way before the launch."""
     with contextlib.closing(lab.Pair(lab.Sizes(overlap=True, decode_graphs=decode_graphs))) as pair:
         rank = pair.ranks[0]
+        launch, told = rank.device.launch, []
+
+        def note(plan, counts):
+            rank.collect()
+            told.append(sum(len(delta.token_ids) for delta in rank.deltas.get("x", ())))
+            return launch(plan, counts)
+
+        rank.device.launch = note
         rank.submit(lab.request("x", 20, max_tokens=4, ignore_eos=True))
         pair.tick(3)
         assert [plan.kind for plan in rank.device.plans] == [StepKind.PREFILL, StepKind.PREFILL, StepKind.DECODE]
@@ -667,6 +676,7 @@ def test_ids_behind_chunks_do_not_wait_for_a_launch_kernel_by_kernel(lab, decode
         assert rank.device.plans[2].rows[0].follows == 0
         pair.drain()
         assert rank.device.events[-1] == "land 4"
+        assert told == ([0, 0, 0, 1, 2] if decode_graphs else [0, 0, 1, 1, 2])
         rank.assert_nothing_held()
 
 
