@@ -656,8 +656,7 @@ def test_a_prompt_joins_the_rows_that_fly(lab, overlapped):
 
 @pytest.mark.parametrize("decode_graphs", [False, True])
 def test_ids_behind_chunks_do_not_wait_for_a_launch_kernel_by_kernel(lab, decode_graphs):
-    """Such a launch takes as long as a short chunk itself: the step before lands first, in the tick of the next one, and
-    what it gave is on its way before the launch."""
+    """Such a launch takes as long as a short chunk itself: the step before lands first, and what it gave is sent."""
     with contextlib.closing(lab.Pair(lab.Sizes(overlap=True, decode_graphs=decode_graphs))) as pair:
         rank = pair.ranks[0]
         launch, told = rank.device.launch, []
