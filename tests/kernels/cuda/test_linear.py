@@ -29,7 +29,7 @@ def noise(device: torch.device, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", list(Format))
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (160, 70), (32, 8)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (160, 70), (40, 8)])
 def test_the_product_is_right(device: torch.device, form: Format, inputs: int, outputs: int) -> None:
     """Widths that fill tiles, and odd ends; one cast to bfloat16 at the end."""
     weight, x = random_weight(form, outputs, inputs, 3, device), noise(device, 21, inputs)
