@@ -111,7 +111,8 @@ def test_the_form_follows_device_and_dtype() -> None:
     assert isinstance(bind(torch.device("cpu"), torch.bfloat16, 4), TorchHyperConnection)
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(bind(torch.device("cuda"), dtype, 4), TritonHyperConnection)
-    with pytest.raises(CapabilityError):
-        bind(torch.device("cuda"), torch.bfloat16, 3)
+    for num_streams in (1, 3):
+        with pytest.raises(CapabilityError):
+            bind(torch.device("cuda"), torch.bfloat16, num_streams)
     with pytest.raises(CapabilityError):
         bind(torch.device("cpu"), torch.float32, MAX_STREAMS + 1)

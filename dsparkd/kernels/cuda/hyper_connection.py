@@ -7,7 +7,8 @@ where tokens are few, by the collapse, and each stream has programs of its own. 
 streams' squares. A collapse adds the parts, and does the rest of its token in one pass over the streams; the matrices
 that lead back are other programs', beside it.
 
-What few tokens take is ways to the memory and back. So programs load all that they will need at once.
+What few tokens take is ways to the memory and back. So programs load all that they will need at once. What is
+multiplied and added is written as an fma: the compiler would choose, and not alike in the forms for few and for many.
 
 Letters: T tokens, S streams, D width, O = (2 + S) * S products a token (the head: S), P parts, K = S * D, Q pieces of a
 part: S, or 1.
@@ -68,13 +69,13 @@ class TritonProduct:
 class TritonHyperConnection:
     """Form for cuda. Implements HyperConnectionKernel, of products that TritonProduct makes.
 
-    Raises CapabilityError for a number of streams that is no power of two.
+    Raises CapabilityError for a number of streams that is no power of two, or 1.
     """
 
     def __init__(self, num_streams: int) -> None:
-        if num_streams & (num_streams - 1):
+        if num_streams & (num_streams - 1) or num_streams == 1:
             raise CapabilityError(
-                "engine.device = 'cuda'", f"kernels for {num_streams} residual streams (powers of two)", "use cpu"
+                "engine.device = 'cuda'", f"kernels for {num_streams} residual streams (2, 4, 8)", "use cpu"
             )
 
     def collapse(self, streams: Tensor, raw: Tensor, mixing: Mixing) -> Collapsed:
@@ -284,7 +285,7 @@ def _advance(  # type: ignore[no-untyped-def]
             new = tl.load(post + row * S + target, mask=row_ok, other=0.0)[:, None] * own
             for source in tl.static_range(S):
                 share = tl.load(comb + (row * S + source) * S + target, mask=row_ok, other=0.0)
-                new += share[:, None] * sources[source].to(tl.float32)
+                new = tl.fma(share[:, None], sources[source].to(tl.float32), new)
             new = _rounded(new, streams.dtype.element_ty)
             tl.store(expanded + row[:, None] * (S * D) + target * D + c[None, :], new, mask=live)
         else:
@@ -372,10 +373,10 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
     tl.debug_barrier()  # or the compiler moves these loads behind those of the parts, and their wait
     sums = tl.reshape(_summed(raw, t + tl.arange(0, 1), T, o, GATES + 1, Q, P, BLOCK_P), [BLOCK_O])
     length = tl.rsqrt(tl.sum(tl.where(o == GATES, sums, 0.0), 0) / (S * D) + norm_eps)
-    gates = _sigmoid(sums * length * scale + base) + eps
+    gates = _sigmoid(tl.fma(sums * length, scale, base)) + eps
     total = tl.zeros([BLOCK_D], tl.float32)
     for source in tl.static_range(S):
-        total += sources[source].to(tl.float32) * tl.sum(tl.where(o == source, gates, 0.0), 0)
+        total = tl.fma(sources[source].to(tl.float32), tl.sum(tl.where(o == source, gates, 0.0), 0), total)
     return total
 
 
@@ -393,11 +394,12 @@ def _columns(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
 def _balanced(values, eps, FIRST: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sinkhorn's normalisation of S by S numbers a token, values from FIRST on, source by source: a tuple of them.
 
-    The matrix is kept as it begins, and a factor for each row and column: a thread has all of a token's, and a
-    normalisation is a short chain. left * sum + eps is what the reference calls the sum of a row, and eps.
+    The matrix is kept as it begins, with a factor for each row and column: a thread has all of a token's, and a
+    normalisation is a short chain of operations. It divides a row's numbers by factor * sum + eps, so the factor's
+    inverse becomes sum + eps * inverse.
     """
     matrix = ()
-    left = ()
+    ones = ()
     for i in tl.static_range(S):
         most = values[FIRST + i * S]
         for j in tl.static_range(1, S):
@@ -408,13 +410,15 @@ def _balanced(values, eps, FIRST: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.
             power = tl.exp(values[FIRST + i * S + j] - most)
             total += power
             powers = _with(powers, power)
+        share = _reciprocal(total)
         for j in tl.static_range(S):
-            matrix = _with(matrix, powers[j] / total + eps)
-        left = _with(left, tl.full(total.shape, 1.0, tl.float32))
-    right = _factors(matrix, left, left, eps, 1, S, S)
+            matrix = _with(matrix, tl.fma(powers[j], share, eps))
+        ones = _with(ones, tl.full(total.shape, 1.0, tl.float32))
+    left, left_inverse = ones, ones
+    right, right_inverse = _factors(matrix, left, ones, eps, 1, S, S)
     for _ in range(ITERATIONS - 1):
-        left = _factors(matrix, right, left, eps, S, 1, S)
-        right = _factors(matrix, left, right, eps, 1, S, S)
+        left, left_inverse = _factors(matrix, right, left_inverse, eps, S, 1, S)
+        right, right_inverse = _factors(matrix, left, right_inverse, eps, 1, S, S)
     balanced = ()
     for i in tl.static_range(S):
         for j in tl.static_range(S):
@@ -423,15 +427,19 @@ def _balanced(values, eps, FIRST: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _factors(matrix, others, own, eps, STEP: tl.constexpr, OTHER_STEP: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Factors with which rows (STEP S) or columns (STEP 1) add up to 1."""
+def _factors(matrix, others, inverse, eps, STEP: tl.constexpr, OTHER_STEP: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Factors with which rows (STEP S) or columns (STEP 1) add up to 1, and their inverses."""
     factors = ()
+    inverses = ()
     for i in tl.static_range(S):
-        total = matrix[i * STEP] * others[0]
-        for j in tl.static_range(1, S):
-            total += matrix[i * STEP + j * OTHER_STEP] * others[j]
-        factors = _with(factors, own[i] * _reciprocal(own[i] * total + eps))
-    return factors
+        total = tl.fma(matrix[i * STEP], others[0], inverse[i] * eps)
+        rest = matrix[i * STEP + OTHER_STEP] * others[1]
+        for j in tl.static_range(2, S, 2):  # two chains, each half as long
+            total = tl.fma(matrix[i * STEP + j * OTHER_STEP], others[j], total)
+            rest = tl.fma(matrix[i * STEP + (j + 1) * OTHER_STEP], others[j + 1], rest)
+        inverses = _with(inverses, total + rest)
+        factors = _with(factors, _reciprocal(total + rest))
+    return factors, inverses
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -445,7 +453,7 @@ def _lead_back(  # type: ignore[no-untyped-def]
     o = tl.arange(0, BLOCK_O)
     sums = _summed(raw, t, T, o, O + 1, Q, P, BLOCK_P)
     length = tl.rsqrt(tl.sum(tl.where((o == O)[None, :], sums, 0.0), 1) / (S * D) + norm_eps)
-    values = _columns(sums * length[:, None] * scale[None, :] + base[None, :], BLOCK_O)
+    values = _columns(tl.fma(sums * length[:, None], scale[None, :], base[None, :]), BLOCK_O)
     for s in tl.static_range(S):
         tl.store(post + t * S + s, 2 * _sigmoid(values[S + s]), mask=t < T)
     mix = _balanced(values, eps, 2 * S, S, ITERATIONS)
