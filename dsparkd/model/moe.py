@@ -64,7 +64,9 @@ class Experts:
 
     def partial(self, rows: Tensor) -> Tensor:
         """Packed rows [R, C] of a router -> the sum over this shard's experts, ascending, [R, D] float32."""
-        return self._kernel(*unpack(rows, self._dtype, self._width, self._top_k))
+        parts = unpack(rows, self._dtype, self._width, self._top_k)
+        # The forms for the cpu take contiguous tensors, those for cuda rows that lie apart.
+        return self._kernel(*(parts if rows.is_cuda else (part.contiguous() for part in parts)))
 
 
 def hash_table(source: WeightSource, name: str, num_experts: int) -> Tensor:
@@ -77,17 +79,11 @@ def hash_table(source: WeightSource, name: str, num_experts: int) -> Tensor:
 
 
 def unpack(rows: Tensor, dtype: torch.dtype, width: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Undo router.pack: x [R, D], expert_ids [R, k] int32, shares [R, k] float32, each contiguous."""
-    if rows.is_cuda:
-        from dsparkd.kernels.cuda.packing import take_apart  # a cpu start imports no triton
-
-        x, shares, expert_ids = take_apart(rows, top_k)
-        return x.view(dtype), expert_ids, shares
+    """Undo router.pack: x [R, D], expert_ids [R, k] int32, shares [R, k] float32, as columns of the rows."""
     words = rows.shape[1] - 2 * top_k
-    x = rows[:, :words].contiguous().view(dtype)
+    x = rows[:, :words].view(dtype)
     assert x.shape[1] == width
-    expert_ids = rows[:, words + top_k :].contiguous().view(torch.int32)
-    return x, expert_ids, rows[:, words : words + top_k].contiguous()
+    return x, rows.view(torch.int32)[:, words + top_k :], rows[:, words : words + top_k]
 
 
 class MoE:
