@@ -33,12 +33,13 @@ def multiply(
     block = 1 << (tiles.rows.bit_length() - 1)
     more = tiles.rows - block
     blocks = groups * count_tiles(outputs // groups, tiles.outputs)
+    rows = _tiles_of(x, block, tiles.inputs)
     parts = out  # not touched where a program has all splits
     if arrivals is not None:
         parts = torch.empty((splits, num_rows, outputs), dtype=torch.float32, device=x.device)
     _multiply[(count_tiles(num_rows, tiles.rows) * blocks, 1 if arrivals is None else splits)](
-        _tiles_of(x, block, tiles.inputs),
-        _tiles_of(x, more or block, tiles.inputs),
+        rows,
+        _tiles_of(x, more, tiles.inputs) if more else rows,
         _tiles_of(weight, tiles.outputs, tiles.inputs),
         out,
         parts,
