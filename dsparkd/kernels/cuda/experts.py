@@ -121,7 +121,7 @@ class TritonExperts:
         if turned:
             x = turn(x)
         unit = math.gcd(x.stride(0), ROW_UNIT)
-        block = tiles.outputs if height % tiles.outputs == 0 else min(tiles.outputs, 128)
+        block, inputs = _fitting(tiles, height, x.shape[1])
         _gate_up_kernel[(layout.num_tiles * count_tiles(height, block),)](
             x,
             *self._w13,
@@ -146,12 +146,12 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=height % block == 0 and x.shape[1] % tiles.inputs == 0,
+            EVEN=height % block == 0 and x.shape[1] % inputs == 0,
             HELD=tiles.held,
             GROUP=group_of(tiles),
             BLOCK_M=tiles.rows,
             BLOCK_N=block,
-            BLOCK_K=tiles.inputs,
+            BLOCK_K=inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -160,7 +160,7 @@ class TritonExperts:
 
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
         width = outputs.shape[1]
-        block = tiles.outputs if width % tiles.outputs == 0 else min(tiles.outputs, 128)
+        block, inputs = _fitting(tiles, width, hidden.shape[1])
         _down_kernel[(layout.num_tiles * count_tiles(width, block),)](
             hidden,
             *self._w2,
@@ -179,17 +179,25 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
-            EVEN=width % block == 0 and hidden.shape[1] % tiles.inputs == 0,
+            EVEN=width % block == 0 and hidden.shape[1] % inputs == 0,
             HELD=tiles.held,
             GROUP=group_of(tiles),
             BLOCK_M=tiles.rows,
             BLOCK_N=block,
-            BLOCK_K=tiles.inputs,
+            BLOCK_K=inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
             launch_pdl=EARLY,
         )
+
+
+def _fitting(tiles: Tiles, outputs: int, inputs: int) -> tuple[int, int]:
+    """Outputs and inputs of a tile: pieces of packed weights are whole pairs, and no further are they filled up."""
+    return (
+        tiles.outputs if outputs % tiles.outputs == 0 else min(tiles.outputs, 128),
+        tiles.inputs if inputs % tiles.inputs == 0 else min(tiles.inputs, 128),
+    )
 
 
 def _by_turns(weight: Weight, sections: int, turns: int) -> Weight:

@@ -115,8 +115,9 @@ def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
 def test_tile_shapes_give_the_same_bits(device: torch.device, form: Format) -> None:
     """FP4: few rows are turned in the product, many before it; activations lie turned where their width allows."""
-    shard, rows = make_shard(form, device, 256, 128), make_rows(9, 3, device, 256)
-    shapes = (*tiles_of(form, torch.bfloat16), Tiles(64, 64, 128, 4, 3), Tiles(64, 256, 128, 16, 3, held=True))
+    shard, rows = make_shard(form, device, 512, 128), make_rows(9, 3, device, 512)
+    others = Tiles(64, 64, 128, 4, 3), Tiles(64, 256, 128, 16, 3, held=True), Tiles(16, 64, 256, 4, 3, held=True)
+    shapes = (*tiles_of(form, torch.bfloat16), *others)
     made = [TritonExperts(shard, lambda *_, own=tiles: own)(*rows) for tiles in shapes]  # type: ignore[misc]
     assert all(torch.equal(one, made[0]) for one in made[1:])
 
