@@ -14,10 +14,11 @@ TABLE = torch.stack([(torch.arange(50) * 3 + j * 5) % 11 for j in range(4)], 1)
 
 
 @pytest.mark.parametrize("hashed", [False, True])
-@pytest.mark.parametrize("spread", [0.3, 3.0, 30.0])
-def test_routes_are_those_of_the_torch_form(device: torch.device, hashed: bool, spread: float) -> None:
-    """Ids exactly, shares within rounding; logits far below zero and above twenty, too. A width that fills no tile."""
-    bias = noise(11, seed=2)
+@pytest.mark.parametrize(("spread", "shift"), [(0.3, 0.0), (3.0, 0.0), (30.0, 0.0), (0.3, -4.0), (3.0, -1.0)])
+def test_routes_are_those_of_the_torch_form(device: torch.device, hashed: bool, spread: float, shift: float) -> None:
+    """Ids exactly, shares within rounding; logits far below zero and above twenty, too, and biases that leave scores
+    below zero, all or some. A width that fills no tile."""
+    bias = noise(11, seed=2) + shift
     rule = RouterRule(11, 4, 1.5, None if hashed else bias, TABLE if hashed else None)
     on_device = RouterRule(11, 4, 1.5, None if hashed else bias.to(device), TABLE.to(device) if hashed else None)
     logits, ids = noise(20, 11, seed=1) * spread, torch.arange(20) * 2
