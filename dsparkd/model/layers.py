@@ -113,6 +113,10 @@ class RotaryEmbedding:
 
     def at(self, positions: Tensor) -> Rotation:
         """positions [T] int64 -> their rotation. Angles are float32, as the released weights were trained."""
+        if positions.is_cuda:
+            from dsparkd.kernels.cuda import norm  # a cpu start imports no triton
+
+            return norm.angles(positions, self._frequencies, self._signs)
         angles = positions.float()[:, None, None] * self._frequencies
         return Rotation(angles.cos(), angles.sin().mul_(self._signs))
 

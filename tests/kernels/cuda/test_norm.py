@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.norm import inverse_rms, rms_norm, rotate_
+from dsparkd.kernels.cuda.norm import angles, inverse_rms, rms_norm, rotate_
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.kernels.rotary import rotate_ as torch_rotate_
 from dsparkd.model import layers
@@ -33,6 +33,21 @@ def test_an_inverse_root_mean_square_is_a_rows_own(device: torch.device, width: 
     assert torch.allclose(got.cpu(), layers.inverse_rms(x, 1e-6), rtol=2e-6)
     for row in range(7):
         assert torch.equal(inverse_rms(there[row : row + 1], 1e-6), got[row : row + 1])
+
+
+def test_angles_are_the_torch_forms(device: torch.device) -> None:
+    """At every position of a context of a million tokens; and a token's bits are its own."""
+    positions = torch.tensor([0, 1, 7, 1000, 65_536, 999_999, 3, 4, 5])
+    frequencies = (10_000.0 ** -(torch.arange(6) / 6)).repeat_interleave(2)
+    signs = torch.tensor([-1.0, 1.0] * 6)
+    there = [each.to(device) for each in (positions, frequencies, signs)]
+    got = angles(*there)
+    expected = positions.float()[:, None, None] * frequencies
+    assert torch.allclose(got.cos.cpu(), expected.cos(), atol=1e-6)
+    assert torch.allclose(got.sin.cpu(), expected.sin() * signs, atol=1e-6)
+    alone = angles(there[0][5:6], *there[1:])
+    assert torch.equal(alone.cos, got.cos[5:6])
+    assert torch.equal(alone.sin, got.sin[5:6])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
