@@ -108,10 +108,13 @@ def weight_tile(  # type: ignore[no-untyped-def]
         tl.static_assert(BLOCK_K == 128 or BLOCK_K == 256)
         block = section * blocks_of(height) + start // 64
         tile = packed_tile(values, scales, block, 2 if BLOCK_N == 256 else 1, k, width, FORMAT, OPERAND, BLOCK_N)
-        if BLOCK_K == 128:
+        if BLOCK_K == 256:
+            more = packed_tile(
+                values, scales, block, 2 if BLOCK_N == 256 else 1, k + 128, width, FORMAT, OPERAND, BLOCK_N
+            )
+            return tl.reshape(tl.permute(tl.join(tile, more), (0, 2, 1)), (BLOCK_N, 256))
+        else:
             return tile
-        next_ = packed_tile(values, scales, block, 2 if BLOCK_N == 256 else 1, k + 128, width, FORMAT, OPERAND, BLOCK_N)
-        return tl.reshape(tl.permute(tl.join(tile, next_), (0, 2, 1)), (BLOCK_N, 256))
 
 
 @triton.jit
