@@ -252,7 +252,7 @@ class Planner:
         page_tokens = self._limits.page_tokens
         if not request.uses_prefix_cache:
             return []
-        if request.state is State.DECODE:
+        if request.state is State.DECODE or start == request.num_tokens:  # or the chunk that ends the prompt flies
             return list(range((start // page_tokens + 1) * page_tokens, end + 1, page_tokens))
         step = self._limits.snapshot_tokens
         found = {request.branch_tokens, _last_page_end(request, page_tokens), request.num_tokens}
