@@ -29,10 +29,9 @@ from dsparkd.kernels.hyper_connection import Collapsed, Mixing
 from dsparkd.kernels.tiles import count_tiles, power_of_two
 
 PART_COLUMNS = 128
-FEW_TOKENS = 32  # up to so many each stream has programs of its own
+FEW_TOKENS = 64  # up to so many each stream has programs of its own
 BLOCK_T = 16  # tokens of a program that advances
 FEW_BACK, MANY_BACK = 1, 8  # tokens of a program that makes matrices
-MANY_REGISTERS = 168  # a thread of a program that advances many: three of them fit a processor
 GROUP = tl.constexpr(8)  # parts that are added side by side
 
 
@@ -105,7 +104,7 @@ class TritonHyperConnection:
             BLOCK_D=power_of_two(D),
             BLOCK_P=power_of_two(raw.shape[1]),
             BLOCK_O=power_of_two(raw.shape[3]),
-            num_warps=8 if D > 1024 else 4,
+            num_warps=4,
             launch_pdl=EARLY,
         )
         return collapsed
@@ -164,7 +163,6 @@ def _launch(
         OPERAND=operand(streams),
         PRECISION=precision(streams),
         num_warps=4,
-        maxnreg=None if is_few else MANY_REGISTERS,
         launch_pdl=EARLY,
     )
 
@@ -191,7 +189,7 @@ def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps
             BLOCK_D=power_of_two(D),
             BLOCK_P=power_of_two(raw.shape[1]),
             BLOCK_O=power_of_two(raw.shape[3]),
-            num_warps=8 if D > 1024 else 4,
+            num_warps=4,
             launch_pdl=EARLY,
         )
     return collapsed
@@ -269,8 +267,9 @@ def _advance(  # type: ignore[no-untyped-def]
     sources = ()
     if EXPAND:
         own = tl.load(output + row[:, None] * D + c[None, :], mask=live, other=0.0).to(tl.float32)
-        for source in tl.static_range(S):
-            sources = _with(sources, tl.load(own_streams + source * D, mask=live, other=0.0))
+        if SPREAD:
+            for source in tl.static_range(S):
+                sources = _with(sources, tl.load(own_streams + source * D, mask=live, other=0.0))
         if ADD:
             total = tl.load(first + row[:, None] * D + c[None, :], mask=live, other=0.0)
             total += tl.load(second + row[:, None] * D + c[None, :], mask=live, other=0.0)
@@ -285,7 +284,9 @@ def _advance(  # type: ignore[no-untyped-def]
             new = tl.load(post + row * S + target, mask=row_ok, other=0.0)[:, None] * own
             for source in tl.static_range(S):
                 share = tl.load(comb + (row * S + source) * S + target, mask=row_ok, other=0.0)
-                new = tl.fma(share[:, None], sources[source].to(tl.float32), new)
+                # All but the first read of each stream hit the nearest cache; held, they would leave less room.
+                x = sources[source] if SPREAD else tl.load(own_streams + source * D, mask=live, other=0.0)
+                new = tl.fma(share[:, None], x.to(tl.float32), new)
             new = _rounded(new, streams.dtype.element_ty)
             tl.store(expanded + row[:, None] * (S * D) + target * D + c[None, :], new, mask=live)
         else:

@@ -93,7 +93,7 @@ def test_an_expansion_is_the_torch_forms(device: torch.device, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("streams", "width", "num_tokens", "pieces"), [(4, 600, T, 1), (2, 50, 19, 2)])
+@pytest.mark.parametrize(("streams", "width", "num_tokens", "pieces"), [(4, 600, T, 4), (2, 50, FEW_TOKENS + 3, 1)])
 def test_the_parts_of_a_product_come_to_float32(
     device: torch.device, dtype: torch.dtype, streams: int, width: int, num_tokens: int, pieces: int
 ) -> None:
