@@ -1,12 +1,15 @@
 """The lightning indexer's choice of compressed entries: Triton form, for cuda.
 
-Scores are written once, and each token's best are found by the digits of their bits, so the choice is exact: the same
-scores give the torch form's entries. Scores of a token are sums over its heads in one fixed order.
+Scores are written once, and each token's best are found by their bits: one by one where a program can hold all scores
+of a token, else by digits of eight. So the choice is exact: the same scores give the torch form's entries. Scores of a
+token are sums over its heads in one fixed order.
 
 Letters: n tokens, h heads, i width, B rows, E entries a row has at most, K entries kept.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,9 +24,10 @@ from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.tiles import KEY_TILE, count_tiles, power_of_two
 
 SCORE_BYTES = 256 << 20  # of scores that may lie in memory at once
-SPAN = 512  # entries that one program scores
-MANY_SCORES = 16384  # of a token
-SELECT_BLOCKS = {True: (4096, 8), False: (1024, 8)}  # scores that one program reads at a time, and its warps: if many
+SPAN, LONG_SPAN = 512, 2048  # entries that one program scores, and where many tokens fill the device anyway
+MANY_TOKENS = 1024
+HELD_SCORES = 2048  # of a token, that a program holds
+MANY_SCORES = 16384
 
 
 class TritonIndexer:
@@ -42,8 +46,8 @@ class TritonIndexer:
         seen = Visible(slots, slots[0, :1], slots[0, :1] + most, most)
         self.choose(values, float32, values[0] if kept is None else torch.zeros_like(kept[:1]), seen, top_k)
         chosen = torch.empty((1, -(-top_k // KEY_TILE) * KEY_TILE), dtype=torch.int64, device=self._device)
-        for many in SELECT_BLOCKS:
-            _keep_best_of(float32.new_zeros((1, most)), seen, top_k, chosen, many)
+        for way in (_HELD, _FEW, _MANY):
+            _keep_best_of(float32.new_zeros((1, most)), seen, top_k, chosen, way)
 
     def choose(self, query: Tensor, weights: Tensor, keys: Tensor, visible: Visible, top_k: int) -> Tensor:
         """See IndexerKernel."""
@@ -63,7 +67,8 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
     a row is not written."""
     n, h, i = query.shape
     scores = torch.empty((n, visible.most), dtype=torch.float32, device=query.device)
-    _score[(n, count_tiles(visible.most, SPAN))](
+    span = LONG_SPAN if n >= MANY_TOKENS else SPAN  # an entry's score is its own: no bits change
+    _score[(n, count_tiles(visible.most, span))](
         query,
         weights,
         keys,
@@ -73,10 +78,10 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
         scores,
         visible.slots.shape[1],
         visible.most,
+        span,
         H=h,
         D=i,
         B=keys.shape[1] if is_packed(keys) else 0,
-        SPAN=SPAN,
         BLOCK_H=max(16, power_of_two(h)),
         BLOCK_D=max(16, power_of_two(i)),
         BLOCK_E=128,
@@ -89,14 +94,26 @@ def score(query: Tensor, weights: Tensor, keys: Tensor, visible: Visible) -> Ten
     return scores
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Scores that one program of `keep_best` reads at a time, its warps, and whether these are all of a token."""
+
+    block: int
+    warps: int
+    held: bool
+
+
+_HELD, _FEW, _MANY = _Way(HELD_SCORES, 4, held=True), _Way(1024, 8, held=False), _Way(4096, 8, held=False)
+
+
 def keep_best(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor) -> None:
     """Write each token's best entries' slots into chosen [n, K], ascending by entry, zeros behind them."""
-    _keep_best_of(scores, visible, top_k, chosen, visible.most > MANY_SCORES)
+    few = _HELD if visible.most <= HELD_SCORES else _FEW
+    _keep_best_of(scores, visible, top_k, chosen, _MANY if visible.most > MANY_SCORES else few)
 
 
-def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, many: bool) -> None:
+def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, way: _Way) -> None:
     """The choice is exact, so it does not depend on how many scores are read at a time."""
-    block, warps = SELECT_BLOCKS[many]
     _keep_best[(scores.shape[0],)](
         scores,
         visible.slots,
@@ -108,14 +125,15 @@ def _keep_best_of(scores: Tensor, visible: Visible, top_k: int, chosen: Tensor, 
         TOP_K=top_k,
         WIDTH=chosen.shape[1],
         BLOCK_W=power_of_two(chosen.shape[1]),
-        BLOCK=block,
-        num_warps=warps,
+        BLOCK=way.block,
+        HELD=way.held,
+        num_warps=way.warps,
         launch_pdl=EARLY,
         sanitize_overflow=False,
     )
 
 
-@triton.jit(do_not_specialize=["E", "most"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["E", "most", "span"])  # type: ignore[untyped-decorator]
 def _score(  # type: ignore[no-untyped-def]
     query,  # [n, h, i]
     weights,  # [n, h]
@@ -126,10 +144,10 @@ def _score(  # type: ignore[no-untyped-def]
     scores,  # [n, most]
     E,
     most,
+    span,  # entries of a program
     H: tl.constexpr,
     D: tl.constexpr,
     B: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -138,7 +156,7 @@ def _score(  # type: ignore[no-untyped-def]
 ):
     follow_alone()
     t = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * SPAN
+    begin = tl.program_id(1) * span
     count = tl.load(counts + t).to(tl.int32)
     h = tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_D)
@@ -146,7 +164,7 @@ def _score(  # type: ignore[no-untyped-def]
     q = q.to(OPERAND)
     weight = tl.load(weights + t * H + h, mask=h < H, other=0.0)
     own_slots = slots + tl.load(rows + t) * E
-    for start in range(begin, min(begin + SPAN, count), BLOCK_E):
+    for start in range(begin, min(begin + span, count), BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
         live = e < count
         slot = tl.load(own_slots + e, mask=live, other=0)
@@ -184,6 +202,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     follow_alone()
     t = tl.program_id(0).to(tl.int64)
@@ -192,41 +211,57 @@ def _keep_best(  # type: ignore[no-untyped-def]
     own_slots = slots + tl.load(rows + t) * E
     target = chosen + t * WIDTH
 
-    # Digit by digit, the K-th best score's bits; `room` is how many of the scores that share them so far are kept.
-    # A token that sees at most K keeps all: nothing is above none.
+    # From above, the K-th best score's bits; `room` is how many of the scores that equal it are kept. A token that sees
+    # at most K keeps all: nothing is above none.
     least = tl.full([], 0, tl.uint32)
     room = tl.full([], TOP_K, tl.int32)
-    digits = tl.arange(0, 256)
     if count > TOP_K:
-        for shift in tl.static_range(24, -1, -8):
-            numbers = tl.zeros([256], tl.int32)
-            for start in range(0, count, BLOCK):
-                e = start + tl.arange(0, BLOCK)
-                key = _ordered(own, e, e < count)
-                # Shifted in two steps: by 32 at once is undefined.
-                alike = (e < count) & (((key >> shift) >> 8) == least)
-                digit = ((key >> shift) & 255).to(tl.int32)
-                numbers += tl.histogram(digit, 256, mask=alike)
-            from_here = tl.sum(numbers, 0) - tl.cumsum(numbers, 0) + numbers  # with this digit or a higher one
-            digit_kept = tl.max(tl.where(from_here >= room, digits, 0), 0)
-            room -= tl.sum(tl.where(digits > digit_kept, numbers, 0), 0)
-            least = (least << 8) | digit_kept.to(tl.uint32)
+        if HELD:
+            e = tl.arange(0, BLOCK)
+            keys = tl.where(e < count, _ordered(own, e, e < count), 0)  # below every score
+            bit = tl.full([], 0x80000000, tl.uint32)
+            num_from_here = count
+            while (bit > 0) & (num_from_here > TOP_K):
+                num_more = tl.sum((keys >= (least | bit)).to(tl.int32), 0)
+                if num_more >= TOP_K:
+                    least = least | bit
+                    num_from_here = num_more
+                bit = bit >> 1
+            room -= tl.sum((keys > least).to(tl.int32), 0)
+        else:
+            digits = tl.arange(0, 256)
+            for shift in tl.static_range(24, -1, -8):
+                numbers = tl.zeros([256], tl.int32)
+                for start in range(0, count, BLOCK):
+                    e = start + tl.arange(0, BLOCK)
+                    key = _ordered(own, e, e < count)
+                    # Shifted in two steps: by 32 at once is undefined.
+                    alike = (e < count) & (((key >> shift) >> 8) == least)
+                    digit = ((key >> shift) & 255).to(tl.int32)
+                    numbers += tl.histogram(digit, 256, mask=alike)
+                from_here = tl.sum(numbers, 0) - tl.cumsum(numbers, 0) + numbers  # with this digit or a higher one
+                digit_kept = tl.max(tl.where(from_here >= room, digits, 0), 0)
+                room -= tl.sum(tl.where(digits > digit_kept, numbers, 0), 0)
+                least = (least << 8) | digit_kept.to(tl.uint32)
 
-    num_kept = tl.full([], 0, tl.int32)
+    num_above = tl.full([], 0, tl.int32)
     num_equal = tl.full([], 0, tl.int32)
     for start in range(0, count, BLOCK):
         e = start + tl.arange(0, BLOCK)
         live = e < count
         key = _ordered(own, e, live)
-        equal = (live & (key == least)).to(tl.int32)
-        before = num_equal + tl.cumsum(equal, 0) - equal
-        # Of equal scores the first ones, as long as there is room.
-        kept = live & ((key > least) | ((equal > 0) & (before < room)))
-        ones = kept.to(tl.int32)
-        place = num_kept + tl.cumsum(ones, 0) - ones
+        above, equal = live & (key > least), live & (key == least)
+        # How many stand before is counted in halves of a number. Of equal ones the first are kept, if there is room.
+        ones = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+        before = tl.cumsum(ones, 0) - ones
+        above_before, equal_before = num_above + (before & 0xFFFF), num_equal + (before >> 16)
+        kept = above | (equal & (equal_before < room))
+        place = above_before + tl.minimum(equal_before, room)
         tl.store(target + place, tl.load(own_slots + e, mask=kept, other=0), mask=kept & (place < WIDTH))
-        num_kept += tl.sum(ones, 0)
-        num_equal += tl.sum(equal, 0)
+        both = tl.sum(ones, 0)
+        num_above += both & 0xFFFF
+        num_equal += both >> 16
+    num_kept = num_above + tl.minimum(num_equal, room)
     tl.device_assert(num_kept <= TOP_K, "indexer.keep_best: more entries are kept than there is room for")
     w = tl.arange(0, BLOCK_W)
     tl.store(target + w, tl.zeros([BLOCK_W], tl.int64), mask=(w >= num_kept) & (w < WIDTH))

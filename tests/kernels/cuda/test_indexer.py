@@ -11,6 +11,7 @@ from dsparkd.kernels.indexer import TorchIndexer, Visible
 from tests.kernels.cuda.values import DTYPES, noise
 
 COUNTS = [0, 1, 60, 64, 65, 500, 1024, 1100, 4150]  # of more than one block of scores, few or many at a time
+HELD_COUNTS = [*COUNTS[:-1], 2048]  # and of as many as one program holds
 
 
 def moved(visible: Visible, device: torch.device) -> Visible:
@@ -33,16 +34,21 @@ def expected_choice(scores: Tensor, visible: Visible, top_k: int) -> Tensor:
     return chosen
 
 
-@pytest.mark.parametrize("top_k", [1, 64, 200])
+@pytest.mark.parametrize("top_k", [1, 64, 300])
 @pytest.mark.parametrize("kind", ["spread", "few", "zeros"])
-@pytest.mark.parametrize("many_scores", [0, 10**6])
+@pytest.mark.parametrize(("counts", "many_scores"), [(COUNTS, 0), (COUNTS, 10**6), (HELD_COUNTS, 10**6)])
 def test_the_choice_is_exact(
-    device: torch.device, kind: str, top_k: int, many_scores: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    kind: str,
+    top_k: int,
+    counts: list[int],
+    many_scores: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of any scores, signs included; equal ones go to the lower entry, and both zeros are equal."""
     monkeypatch.setattr("dsparkd.kernels.cuda.indexer.MANY_SCORES", many_scores)
-    visible = random_visible(COUNTS)
-    scores = noise(len(COUNTS), visible.most)
+    visible = random_visible(counts)
+    scores = noise(len(counts), visible.most)
     if kind == "few":
         scores = (2 * scores).round() / 2
     elif kind == "zeros":
