@@ -4,8 +4,8 @@ Here one program reduces one part of a token's keys for a block of heads, tile b
 part is the window and the first PART entries, each further one the next PART entries; so a long context fills the
 device. The last program of a token to arrive adds its parts, in their order. Parts and tiles follow from positions and
 the geometry alone, so neither neighbours nor the batch's size change a token's bits. Keys are read by index out of
-ring, chunk and pages. Tokens of one part have other ways, of the same bits: few of them that of attention_few, many of
-wide heads that of attention_many.
+ring, chunk and pages. Tokens of one part and of wide heads have other ways, of the same bits: few of them that of
+attention_few, many that of attention_many.
 
 Letters: T tokens, n tokens of one call, H heads, d head width, W window, E entries a row has at most, P parts, r rotary
 width.
@@ -21,19 +21,20 @@ from torch import Tensor
 from dsparkd.errors import InvariantError
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda.attention_few import FEW_TOKENS, attend_few
-from dsparkd.kernels.cuda.attention_many import attend_many, is_wide
+from dsparkd.kernels.cuda.attention_many import attend_many
 from dsparkd.kernels.cuda.attention_tile import (
     SUMS,
     Keys,
     Tile,
     entry_keys,
+    is_wide,
     keys_of,
     logits_of,
     rotate_pairs,
     take,
     window_keys,
 )
-from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
+from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, follow, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.packed import is_packed
@@ -97,13 +98,15 @@ class TritonAttention:
     ) -> None:
         """See AttentionKernel."""
         n, H, d = queries.shape
-        tile = Tile(H, d, queries.dtype, is_packed(window.ring))
+        packed = is_packed(window.ring)
+        tile = Tile(H, d, queries.dtype, packed)
         num_parts = 1 if entries is None else max(1, count_tiles(entries.slots.shape[1], PART))
         if num_parts == 1:
             keys = keys_of(window, entries, d, inverse.cos.shape[-1])
-            if n <= FEW_TOKENS:
+            wide = is_wide(queries.dtype, d, tile, packed)
+            if wide and n <= FEW_TOKENS:
                 attend_few(queries, keys, sink, inverse, output, tile)
-            elif is_wide(queries, keys, tile):
+            elif wide and IS_COMPILED:
                 attend_many(queries, keys, sink, inverse, output, tile)
             else:
                 _attend_parts(queries, keys, sink, inverse, output, tile, 1, sink)

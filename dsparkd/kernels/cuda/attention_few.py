@@ -19,13 +19,14 @@ from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.kernels.tiles import count_tiles
 
-FEW_TOKENS = 64
+FEW_TOKENS = 32
 KEYS, KEY_WARPS = 32, 4  # of a program of the first launch
-COLUMNS, WARPS = 64, 8  # and of the second
+COLUMNS, WARPS = 128, 8  # and of the second
+FEWER_TOKENS, FEWER_COLUMNS = 6, 64  # so few leave processors idle even then
 
 
 def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, output: Tensor, tile: Tile) -> None:
-    """See AttentionKernel.attend. Takes n * K * (4 * H + 2 * d) bytes in between."""
+    """See AttentionKernel.attend. Wide heads, entries of one part. Takes n * K * (4 * H + 2 * d) bytes in between."""
     n, H, d = queries.shape
     window_room = count_tiles(keys.window, tile.keys) * tile.keys
     room = window_room + count_tiles(keys.most, tile.keys) * tile.keys
@@ -67,7 +68,7 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
         num_warps=KEY_WARPS,
         launch_pdl=EARLY,
     )
-    columns = min(COLUMNS, tile.width)
+    columns = min(FEWER_COLUMNS if n <= FEWER_TOKENS else COLUMNS, tile.width)
     _mix_columns[(n, count_tiles(d, columns), num_blocks)](
         laid,
         logits,

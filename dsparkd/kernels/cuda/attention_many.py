@@ -10,7 +10,6 @@ Letters: n tokens, H heads, d head width, W window, E entries a row has at most,
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,24 +17,17 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from dsparkd.kernels.cuda.attention_tile import SUMS, Keys, Tile
-from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, follow_alone
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.kernels.tiles import count_tiles
 
-WIDTHS = (256, 512)  # what two warp groups halve into the columns of a product
 # Two names of Triton 3.6 are others in 3.9.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-def is_wide(queries: Tensor, keys: Keys, tile: Tile) -> bool:
-    """Whether `attend_many` serves these queries [n, H, d]."""
-    plain = queries.dtype == torch.bfloat16 and not keys.packed_bytes
-    return bool(IS_COMPILED) and plain and tile.heads == 64 and queries.shape[2] in WIDTHS
-
-
 def attend_many(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, output: Tensor, tile: Tile) -> None:
-    """See AttentionKernel.attend. Entries of one part."""
+    """See AttentionKernel.attend. Wide heads, entries of one part."""
     n, H, d = queries.shape
     _attend_wide[(n, count_tiles(H, tile.heads))](
         queries,

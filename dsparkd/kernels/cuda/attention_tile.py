@@ -23,6 +23,7 @@ from dsparkd.kernels.row_layout import scales_at
 from dsparkd.kernels.tiles import power_of_two
 
 SUMS = tl.constexpr(16)  # columns of a denominator, all alike: as few as a product has
+WIDTHS = (256, 512)  # of wide heads
 
 
 class Tile:
@@ -40,6 +41,12 @@ class Tile:
         else:
             self.keys, self.stages = 32, 1  # keys of 512 leave no room for a second stage
         self.warps = 8 if self.heads * self.width >= 64 * 256 else 4
+
+
+def is_wide(dtype: torch.dtype, width: int, tile: Tile, packed: bool) -> bool:
+    """Whether all products of a token are a warp group's, however its work is cut: the general kernel, few tokens'
+    and many tokens' have the same bits then. Narrow heads and float32 have others."""
+    return dtype == torch.bfloat16 and tile.heads == 64 and width in WIDTHS and not packed
 
 
 @dataclass(frozen=True, slots=True)

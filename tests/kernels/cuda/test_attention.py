@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,9 +24,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, params=["few", "many"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of one part as few, or as if they were many."""
-    if request.param == "many":
+def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, tokens of one part as few wide ones or as many; a device cuts narrow heads in one way alone."""
+    if request.param == "few" and device.type == "cpu":
+        monkeypatch.setattr(attention, "is_wide", lambda *_: True)
+    else:
         monkeypatch.setattr(attention, "FEW_TOKENS", 0)
 
 
@@ -80,17 +80,39 @@ def test_nobody_waits_for_parts_of_an_earlier_call(device: torch.device) -> None
 def test_all_of_its_ways_are_made_ready_at_start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """For few tokens, for many and for more than one part; no more tokens than that takes."""
     taken: list[tuple[str, int]] = []
-    for name in ("attend_few", "_attend_parts"):
-        attend = getattr(attention, name)
+    for name in ("attend_few", "attend_many", "_attend_parts"):
 
-        def noted(queries: Tensor, *rest: object, name: str = name, attend: Callable[..., None] = attend) -> None:
+        def noted(queries: Tensor, *_: object, name: str = name) -> None:
             taken.append((name, queries.shape[0]))
-            attend(queries, *rest)
 
         monkeypatch.setattr(attention, name, noted)
     monkeypatch.setattr(attention, "FEW_TOKENS", 2)
-    TritonAttention().prepare(8, 32, 8, torch.empty(0, dtype=torch.bfloat16, device=device))
-    assert taken == [("attend_few", 1), ("_attend_parts", 3), ("_attend_parts", 1)]
+    monkeypatch.setattr(attention, "IS_COMPILED", True)
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    for is_wide in (True, False):
+        monkeypatch.setattr(attention, "is_wide", lambda *_, is_wide=is_wide: is_wide)
+        TritonAttention().prepare(8, 32, 8, like)
+    assert taken == [
+        ("attend_few", 1),
+        ("attend_many", 3),
+        ("_attend_parts", 1),
+        ("_attend_parts", 1),
+        ("_attend_parts", 3),
+        ("_attend_parts", 1),
+    ]
+
+
+@pytest.mark.gpu
+def test_a_short_context_beside_long_ones_has_the_bits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among tokens of more than one part the kernel of parts serves it; alone, programs of a few keys and columns."""
+    monkeypatch.setattr(attention, "FEW_TOKENS", N)
+    case, device = Case(64, 512, torch.bfloat16, LONG), torch.device("cuda")
+    whole = case.run(TritonAttention(), device)
+    short = [t for t, count in enumerate(LONG) if count <= PART]
+    for t in short:
+        alone = case.run(TritonAttention(), device, slice(t, t + 1), columns=columns_for(LONG[t]))
+        assert torch.equal(alone, whole[t : t + 1]), LONG[t]
+    assert len(short) < N
 
 
 def test_slots_behind_what_any_token_sees_make_no_parts(device: torch.device) -> None:

@@ -7,59 +7,95 @@ import torch
 
 from dsparkd.kernels.cuda import attention, attention_few
 from dsparkd.kernels.cuda.attention import TritonAttention
+from dsparkd.kernels.cuda.attention_tile import Tile, is_wide
 from dsparkd.kernels.packed import pack, round_
-from tests.kernels.cuda.attention_case import COUNTS, Case
+from tests.kernels.cuda.attention_case import COUNTS, Case, N
 from tests.kernels.cuda.values import DTYPES
 from tools.gates.kernels import poisoned_memory
 
+CPU = torch.device("cpu")
+
 
 def bits_of_both_ways(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
+    """By the kernels for few tokens, and by the general one. Interpreted, narrow heads count as wide ones."""
+    if device.type == "cpu":
+        monkeypatch.setattr(attention, "is_wide", lambda *_: True)
+    called: list[int] = []
+
+    def noted(*arguments: object) -> None:
+        called.append(1)
+        attention_few.attend_few(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "attend_few", noted)
     with poisoned_memory():
         few = case.run(TritonAttention(), device)
-        monkeypatch.setattr(attention, "FEW_TOKENS", 0)
-        return few, case.run(TritonAttention(), device)
+        assert len(called) == 1
+        monkeypatch.setattr(attention, "is_wide", lambda *_: False)
+        general = case.run(TritonAttention(), device)
+        assert len(called) == 1
+    assert few.isfinite().all()
+    return few, general
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "width"), [(8, 64), (5, 72), (70, 128)])
 def test_few_tokens_have_the_bits_of_many(
-    device: torch.device, dtype: torch.dtype, heads: int, width: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, heads: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Columns that fill no block, more than one block of heads, windows that begin in a later tile."""
-    few, many = bits_of_both_ways(Case(heads, width, dtype), device, monkeypatch)
-    assert few.isfinite().all()
-    assert torch.equal(few, many)
+    few, general = bits_of_both_ways(Case(heads, width, dtype), CPU, monkeypatch)
+    assert torch.equal(few, general)
 
 
-def test_few_tokens_over_packed_keys_have_the_bits_of_many(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "width"), [(64, 512), (70, 256), (40, 512)])
+@pytest.mark.parametrize("fewer", [0, N])
+def test_few_tokens_have_the_bits_of_many_on_a_device(
+    heads: int, width: int, fewer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are unpacked once and laid down in the queries' dtype, which holds every packed value."""
+    """Wide heads, whose products are a warp group's in each program; in both blocks of columns."""
+    monkeypatch.setattr(attention_few, "FEWER_TOKENS", fewer)
+    few, general = bits_of_both_ways(Case(heads, width, torch.bfloat16), torch.device("cuda"), monkeypatch)
+    assert torch.equal(few, general)
+
+
+def test_packed_keys_are_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are laid down in the queries' dtype, which holds every packed value: the bits are those of one program."""
     case = Case(8, 128, torch.bfloat16)
     round_(case.chunk, 8)
     case.ring, case.entries = pack(case.ring, 8), pack(case.entries, 8)
-    few, many = bits_of_both_ways(case, device, monkeypatch)
-    assert few.isfinite().all()
-    assert torch.equal(few, many)
+    few, general = bits_of_both_ways(case, CPU, monkeypatch)
+    assert torch.equal(few, general)
 
 
 @pytest.mark.parametrize(("keys", "columns"), [(16, 64), (32, 16)])
-def test_how_the_work_is_cut_changes_no_bit(
-    device: torch.device, keys: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_the_work_is_cut_changes_no_bit(keys: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and columns do not depend on which others a program has."""
+    monkeypatch.setattr(attention, "is_wide", lambda *_: True)
     case = Case(8, 64, torch.bfloat16)
-    expected = case.run(TritonAttention(), device)
+    expected = case.run(TritonAttention(), CPU)
     monkeypatch.setattr(attention_few, "KEYS", keys)
     monkeypatch.setattr(attention_few, "COLUMNS", columns)
-    assert torch.equal(case.run(TritonAttention(), device), expected)
+    assert torch.equal(case.run(TritonAttention(), CPU), expected)
 
 
-def test_a_context_that_begins_behind_the_window_has_keys_of_entries_alone(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A token of which the window hides all still sees its entries."""
+def test_a_token_whose_window_is_hidden_still_sees_its_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first tile is the entries' own."""
     case = Case(8, 64, torch.bfloat16, [*COUNTS[:-1], 70])
-    few, many = bits_of_both_ways(case, device, monkeypatch)
+    few, general = bits_of_both_ways(case, CPU, monkeypatch)
     assert few[-1].any()
-    assert torch.equal(few, many)
+    assert torch.equal(few, general)
+
+
+def test_heads_are_wide_where_every_way_has_the_same_bits() -> None:
+    """Narrow heads and float32 have other products in a program of few columns; packed keys are not measured."""
+
+    def wide(heads: int, width: int, dtype: torch.dtype, *, packed: bool = False) -> bool:
+        return is_wide(dtype, width, Tile(heads, width, dtype, packed), packed)
+
+    assert wide(64, 512, torch.bfloat16)
+    assert wide(64, 256, torch.bfloat16)
+    assert not wide(64, 512, torch.bfloat16, packed=True)
+    assert not wide(64, 512, torch.float32)
+    assert not wide(8, 512, torch.bfloat16)
+    assert not wide(64, 128, torch.bfloat16)
