@@ -270,7 +270,8 @@ class Layout:
 def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) -> Layout:
     """Lay the choices [R, k] int32 out in tiles; as many as the worst distribution needs.
 
-    So few that a program sees all of them take one launch. More are counted first, by chunks.
+    So few that a program sees all of them take one launch. More are counted first, by chunks. Ids that stand in a row
+    of other words may begin anywhere: Triton is told not to compile anew for those that begin at 16 bytes.
     """
     num_choices = expert_ids.numel()
     if num_choices <= FEW_CHOICES:
@@ -338,7 +339,9 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    debug=True, do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts", "num_tiles"]
+    debug=True,
+    do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts", "num_tiles"],
+    do_not_specialize_on_alignment=["expert_ids"],
 )
 def _lay_out_kernel(  # type: ignore[no-untyped-def]
     expert_ids,
@@ -399,7 +402,10 @@ def _store_tiles(  # type: ignore[no-untyped-def]
             tl.store(tile_experts + tile, tl.full((16,), -1, tl.int32), mask=tile < num_tiles)
 
 
-@triton.jit(do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts"],
+    do_not_specialize_on_alignment=["expert_ids"],
+)
 def _count_kernel(  # type: ignore[no-untyped-def]
     expert_ids, counts, num_choices, top_k, stride, first, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -422,7 +428,9 @@ def _loads_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    debug=True, do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts", "num_tiles"]
+    debug=True,
+    do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts", "num_tiles"],
+    do_not_specialize_on_alignment=["expert_ids"],
 )
 def _place_kernel(  # type: ignore[no-untyped-def]
     expert_ids,

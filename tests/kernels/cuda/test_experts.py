@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +133,22 @@ def test_every_tile_shape_that_a_load_asks_for_is_compiled_at_start(device: torc
     assert asked == set(tiles_of(form, torch.bfloat16))
     assert choose_tiles(10**6, 128, form, torch.float32) in tiles_of(form, torch.float32)
     TritonExperts(make_shard(form, device)).compile()
+
+
+ALIGNMENT = """
+from dsparkd.kernels.cuda import experts
+for kernel in (experts._lay_out_kernel, experts._count_kernel, experts._place_kernel):
+    (ids,) = (param for param in kernel.params if param.name == "expert_ids")
+    print(int(ids.do_not_specialize_on_alignment))
+"""
+
+
+def test_ids_compile_nothing_new_wherever_they_begin_in_a_row() -> None:
+    """Behind six shares they begin at no multiple of 16 bytes, and what is compiled at start has them begin there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = [sys.executable, "-W", "ignore", "-c", ALIGNMENT]
+    result = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["1", "1", "1"], result.stderr[-2000:]
 
 
 def test_tiles_grow_with_the_load() -> None:
