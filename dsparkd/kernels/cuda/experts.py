@@ -2,8 +2,7 @@
 
 Choices (a row's k experts) are laid out by expert, each expert's in whole tiles of rows, in the order of the rows.
 Where all choices fit into any tile they stay where they are: an expert's tile has them all, and computes its own. A
-product's tile reads one expert's weights, of the first product rows of gate and up by turns, so that one program has
-both of an activation. A row's bits depend on that row alone, as every element is one sum over the
+product's tile reads one expert's weights; a row's bits depend on that row alone, as every element is one sum over the
 inputs in one order, and the last sum goes over a row's experts in ascending order.
 
 Letters: R rows, k experts a row, D width, I expert width, E experts of the shard, A slots (rows of all tiles).
@@ -25,9 +24,11 @@ from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
     Tiles,
+    blocks_of,
     in_pieces,
     input_tile,
     is_turned,
+    packed_tile,
     turn,
     turned_place,
     turned_tile,
@@ -35,15 +36,14 @@ from dsparkd.kernels.cuda.tile import (
 )
 from dsparkd.kernels.experts import ExpertShard
 from dsparkd.kernels.tiles import count_tiles, power_of_two
-from dsparkd.kernels.weight import FP8_GROUP, Format, Weight, stacked
+from dsparkd.kernels.weight import FP8_GROUP, Format, stacked
 
-SCAN = 1024  # choices that a program of the layout looks at
-PLACED = 64  # of them whose slots it finds at once
+SCAN = 1024  # choices that a program of the layout looks at in one go
+LONG_SCAN = 4096  # of more than two of these it looks at as many
 TURNED_TILE = 32  # with so many rows in a tile it pays to turn the inputs once, before the product
 FEW_CHOICES = 16  # so many fit into every tile, and are not laid out
 GROUP_TILES = 16  # row tiles that are computed for all columns before the next: their inputs stay in the cache
 ROW_UNIT = 8  # elements that are loaded at once, where rows begin at multiples of so many
-TURNS = 8  # rows of a gate weight, then as many of the up weight
 COMBINED = 1024  # columns of a program that sums a row's experts
 
 
@@ -59,11 +59,10 @@ class TritonExperts:
         self._choose = choose or choose_tiles
         self._first, self._limit = shard.first, shard.limit
         self._num_experts = len(shard.w13)
-        self._format, self._width = shard.w13[0].format, shard.w13[0].shape[1]
+        w13, w2 = stacked(shard.w13), stacked(shard.w2)  # [E * 2 I, D], gate rows first, and [E * D, I]
+        self._format, self._width = w13.format, w13.shape[1]
+        self._w13, self._w2 = in_pieces(w13, 2 * self._num_experts), in_pieces(w2, self._num_experts)
         self._expert_width = shard.w2[0].shape[1]
-        self._turns = math.gcd(self._expert_width, TURNS)
-        self._w13 = in_pieces(_by_turns(stacked(shard.w13), self._num_experts, self._turns), self._num_experts)
-        self._w2 = in_pieces(stacked(shard.w2), self._num_experts)
         # Activations come to lie in the order in which the second product takes them.
         self._is_hidden_turned = is_turned(self._format) and self._expert_width % FP8_GROUP == 0
 
@@ -80,14 +79,15 @@ class TritonExperts:
         shapes = tiles_of(self._format, dtype)
         for tiles in shapes:
             foreign = self._first + self._num_experts
-            # Choices in place, and laid out in one launch; then in two.
-            for num_rows in (1, FEW_CHOICES + 1)[tiles is not shapes[0] :]:
+            # Choices in place, and laid out; few and many.
+            for num_rows in (1, FEW_CHOICES + 1) if tiles is shapes[0] else (FEW_CHOICES + 1,):
                 x = torch.zeros((num_rows, self._width), dtype=dtype, device=values.device)
                 # One row for this shard: a tile is enough.
                 expert_ids = torch.full((num_rows, 1), foreign, dtype=torch.int32, device=values.device)
                 expert_ids[:1] = self._first
                 self._sum(x, expert_ids, torch.zeros((num_rows, 1), device=values.device), tiles)
-            lay_out(expert_ids.new_full((SCAN + 1, 1), foreign), self._first, self._num_experts, tiles.rows)
+            many = expert_ids.new_full((2 * LONG_SCAN + 1, 1), foreign)
+            lay_out(many, self._first, self._num_experts, tiles.rows)
 
     def _sum(self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles) -> Tensor:
         R, D = x.shape
@@ -115,14 +115,16 @@ class TritonExperts:
         return total
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
-        height = 2 * self._expert_width
+        width, is_packed = self._expert_width, self._format is not Format.DENSE
         in_turns = is_turned(self._format)
         turned = in_turns and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
         if turned:
             x = turn(x)
         unit = math.gcd(x.stride(0), ROW_UNIT)
-        block, inputs = _fitting(tiles, height, x.shape[1])
-        _gate_up_kernel[(layout.num_tiles * count_tiles(height, block),)](
+        # Tiles of 128 outputs or more of a packed weight have as many of each half.
+        is_joined = is_packed and tiles.outputs > 64
+        outputs = tiles.outputs // 2 if is_joined else tiles.outputs
+        _gate_up_kernel[(layout.num_tiles * count_tiles(width, outputs),)](
             x,
             *self._w13,
             layout.choices,
@@ -139,19 +141,19 @@ class TritonExperts:
             UNIT=unit,
             IN_PLACE=layout.is_in_place,
             WIDTH=x.shape[1],
-            EXPERT_WIDTH=self._expert_width,
-            TURNS=self._turns,
+            EXPERT_WIDTH=width,
             TURN=in_turns and not turned,
             HIDDEN_TURNED=self._is_hidden_turned,
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
             PRECISION=precision(x),
-            EVEN=height % block == 0 and x.shape[1] % inputs == 0,
+            EVEN=width % outputs == 0 and x.shape[1] % tiles.inputs == 0,
             HELD=tiles.held,
             GROUP=group_of(tiles),
             BLOCK_M=tiles.rows,
-            BLOCK_N=block,
-            BLOCK_K=inputs,
+            BLOCK_N=outputs,
+            JOINED=is_joined,
+            BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -160,7 +162,7 @@ class TritonExperts:
 
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
         width = outputs.shape[1]
-        block, inputs = _fitting(tiles, width, hidden.shape[1])
+        block = tiles.outputs if width % tiles.outputs == 0 else min(tiles.outputs, 128)
         _down_kernel[(layout.num_tiles * count_tiles(width, block),)](
             hidden,
             *self._w2,
@@ -179,12 +181,12 @@ class TritonExperts:
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(hidden),
             PRECISION=precision(hidden),
-            EVEN=width % block == 0 and hidden.shape[1] % inputs == 0,
+            EVEN=width % block == 0 and hidden.shape[1] % tiles.inputs == 0,
             HELD=tiles.held,
             GROUP=group_of(tiles),
             BLOCK_M=tiles.rows,
             BLOCK_N=block,
-            BLOCK_K=inputs,
+            BLOCK_K=tiles.inputs,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             maxnreg=tiles.registers,
@@ -192,27 +194,9 @@ class TritonExperts:
         )
 
 
-def _fitting(tiles: Tiles, outputs: int, inputs: int) -> tuple[int, int]:
-    """Outputs and inputs of a tile: pieces of packed weights are whole pairs, and no further are they filled up."""
-    return (
-        tiles.outputs if outputs % tiles.outputs == 0 else min(tiles.outputs, 128),
-        tiles.inputs if inputs % tiles.inputs == 0 else min(tiles.inputs, 128),
-    )
-
-
-def _by_turns(weight: Weight, sections: int, turns: int) -> Weight:
-    """Rows of equal sections, whose first halves are gate weights and second up weights, by turns: so many of each."""
-
-    def ordered(rows: Tensor) -> Tensor:
-        halves = rows.view(sections, 2, -1, turns, rows.shape[1])
-        return halves.transpose(1, 2).reshape(rows.shape)
-
-    return Weight(weight.format, ordered(weight.values), None if weight.scales is None else ordered(weight.scales))
-
-
 def group_of(tiles: Tiles) -> int:
-    """Row tiles side by side; of few rows one, as an expert has hardly more, and tiles without one shall come last."""
-    return GROUP_TILES if tiles.rows > TURNED_TILE else 1
+    """Row tiles side by side; of the fewest rows one, as an expert has hardly more: tiles without any come last."""
+    return GROUP_TILES if tiles.rows >= TURNED_TILE else 1
 
 
 def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
@@ -229,16 +213,20 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     return (
         Tiles(16, 64, 128, 4, 3, held=True),
         Tiles(32, 64, 128, 4, 3, held=True),
-        Tiles(64, 128, 128, 8, 4, 128, held=True),
+        Tiles(64, 128, 128, 8, 4, held=True),
         Tiles(128, 256, 128, 16, 3),
     )
 
 
 def choose_tiles(num_choices: int, num_experts: int, form: Format, dtype: torch.dtype) -> Tiles:
-    """Pick one of them for a number of choices over both shards: few rows a tile where experts get few."""
+    """Pick one of them for a number of choices over both shards: few rows a tile where experts get few.
+
+    The largest are for loads of which they waste little: one tile holds most of them, or they take several.
+    """
     shapes = tiles_of(form, dtype)
     load = num_choices // (2 * num_experts)
-    return shapes[min(sum(load > limit for limit in (12, 24, 80)), len(shapes) - 1)]
+    size = (load > 12) + (load > 24) + (80 < load <= 116 or load > 192)
+    return shapes[min(size, len(shapes) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +258,8 @@ class Layout:
 def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) -> Layout:
     """Lay the choices [R, k] int32 out in tiles; as many as the worst distribution needs.
 
-    So few that a program sees all of them take one launch. More are counted first, by chunks. Ids that stand in a row
-    of other words may begin anywhere: Triton is told not to compile anew for those that begin at 16 bytes.
+    Ids that stand in a row of other words may begin anywhere: Triton is told not to compile anew for those that begin
+    at 16 bytes, neither here nor where they stay in place.
     """
     num_choices = expert_ids.numel()
     if num_choices <= FEW_CHOICES:
@@ -281,43 +269,9 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
     choices = expert_ids.new_empty(num_tiles * tile_rows)
     tile_experts = expert_ids.new_empty(num_tiles)
     places = expert_ids.new_empty(expert_ids.shape)
-    room = max(16, power_of_two(num_experts))
-    if num_choices <= SCAN:
-        _lay_out_kernel[(num_experts,)](
-            expert_ids,
-            choices,
-            tile_experts,
-            places,
-            num_choices,
-            expert_ids.shape[1],
-            expert_ids.stride(0),
-            first,
-            num_experts,
-            num_tiles,
-            EXPERTS=room,
-            BLOCK_M=tile_rows,
-            BLOCK=SCAN,
-            launch_pdl=EARLY,
-            sanitize_overflow=False,
-        )
-        return Layout(choices, tile_experts, places, is_in_place=False)
-    chunks = count_tiles(num_choices, SCAN)
-    counts = expert_ids.new_empty((chunks, room))
-    _count_kernel[(chunks,)](
+    is_long = num_choices > 2 * LONG_SCAN
+    _lay_out_kernel[(num_experts,)](
         expert_ids,
-        counts,
-        num_choices,
-        expert_ids.shape[1],
-        expert_ids.stride(0),
-        first,
-        num_experts,
-        EXPERTS=room,
-        BLOCK=SCAN,
-        launch_pdl=EARLY,
-    )
-    _place_kernel[(chunks,)](
-        expert_ids,
-        counts,
         choices,
         tile_experts,
         places,
@@ -327,11 +281,10 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
         first,
         num_experts,
         num_tiles,
-        EXPERTS=room,
+        EXPERTS=max(16, power_of_two(num_experts)),
         BLOCK_M=tile_rows,
-        BLOCK=SCAN,
-        PART=PLACED,
-        num_warps=8,
+        BLOCK=LONG_SCAN if is_long else SCAN,
+        num_warps=8 if is_long else 4,
         launch_pdl=EARLY,
         sanitize_overflow=False,
     )
@@ -363,35 +316,32 @@ def _lay_out_kernel(  # type: ignore[no-untyped-def]
     follow()
     expert = tl.program_id(0)
     each = tl.arange(0, 2 * EXPERTS)
-    loads = _loads_of(expert_ids, tl.arange(0, BLOCK), num_choices, top_k, stride, first, num_experts, EXPERTS)
+    loads = tl.zeros((2 * EXPERTS,), tl.int32)  # behind those of the shard's experts: all others'
+    for start in range(0, num_choices, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        own = _ids_of(expert_ids, index, num_choices, top_k, stride) - first
+        loads += tl.histogram(tl.where((own >= 0) & (own < num_experts), own, EXPERTS), 2 * EXPERTS)
     tiles = (loads + BLOCK_M - 1) // BLOCK_M
     first_tile = tl.sum(tl.where(each < expert, tiles, 0))
     own_tiles = tl.sum(tl.where(each == expert, tiles, 0))
     slot = first_tile * BLOCK_M
+    end = slot + own_tiles * BLOCK_M
     tl.device_assert(first_tile + own_tiles <= num_tiles, "experts.lay_out: choices take more tiles than there are")
     num_slots = num_tiles * BLOCK_M
-    index = tl.arange(0, BLOCK)
-    ids = _ids_of(expert_ids, index, num_choices, top_k, stride)
-    own = ids == first + expert
-    place = slot + tl.cumsum(own.to(tl.int32), 0) - 1
-    tl.store(choices + place, index, mask=own & (place < num_slots))
-    tl.store(places + index, place, mask=own)
-    # The first expert's program also speaks for choices that no program of this shard serves.
-    if expert == 0:
-        foreign = (index < num_choices) & ((ids < first) | (ids >= first + num_experts))
-        tl.store(places + index, tl.full((BLOCK,), -1, tl.int32), mask=foreign)
-    slot += tl.sum(own.to(tl.int32))
-    _store_tiles(choices, tile_experts, expert, num_experts, first_tile, own_tiles, slot, num_tiles, BLOCK_M)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_tiles(  # type: ignore[no-untyped-def]
-    choices, tile_experts, expert, num_experts, first_tile, own_tiles, slot, num_tiles, BLOCK_M: tl.constexpr
-):
-    """Pad an expert's slots from this one on, and name it in its tiles; the last expert's program empties the rest."""
+    for start in range(0, num_choices, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        ids = _ids_of(expert_ids, index, num_choices, top_k, stride)
+        own = ids == first + expert
+        place = slot + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(choices + place, index, mask=own & (place < num_slots))
+        tl.store(places + index, place, mask=own)
+        slot += tl.sum(own.to(tl.int32))
+        # The first expert's program also speaks for choices that no program of this shard serves.
+        if expert == 0:
+            foreign = (index < num_choices) & ((ids < first) | (ids >= first + num_experts))
+            tl.store(places + index, tl.full((BLOCK,), -1, tl.int32), mask=foreign)
     padding = slot + tl.arange(0, BLOCK_M)
-    end = tl.minimum(first_tile + own_tiles, num_tiles) * BLOCK_M
-    tl.store(choices + padding, tl.full((BLOCK_M,), -1, tl.int32), mask=padding < end)
+    tl.store(choices + padding, tl.full((BLOCK_M,), -1, tl.int32), mask=padding < tl.minimum(end, num_slots))
     for start in range(0, own_tiles, 16):
         tile = start + tl.arange(0, 16)
         fits = (tile < own_tiles) & (first_tile + tile < num_tiles)
@@ -400,85 +350,6 @@ def _store_tiles(  # type: ignore[no-untyped-def]
         for start in range(first_tile + own_tiles, num_tiles, 16):
             tile = start + tl.arange(0, 16)
             tl.store(tile_experts + tile, tl.full((16,), -1, tl.int32), mask=tile < num_tiles)
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts"],
-    do_not_specialize_on_alignment=["expert_ids"],
-)
-def _count_kernel(  # type: ignore[no-untyped-def]
-    expert_ids, counts, num_choices, top_k, stride, first, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """counts [chunks, EXPERTS]: how many choices of a chunk each expert has."""
-    follow()
-    chunk = tl.program_id(0)
-    index = chunk * BLOCK + tl.arange(0, BLOCK)
-    loads = _loads_of(expert_ids, index, num_choices, top_k, stride, first, num_experts, EXPERTS)
-    each = tl.arange(0, 2 * EXPERTS)
-    tl.store(counts + chunk * EXPERTS + each, loads, mask=each < EXPERTS)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _loads_of(  # type: ignore[no-untyped-def]
-    expert_ids, index, num_choices, top_k, stride, first, num_experts, EXPERTS: tl.constexpr
-):
-    """How many of these choices each of the shard's experts has; behind them, all others' [2 * EXPERTS]."""
-    own = _ids_of(expert_ids, index, num_choices, top_k, stride) - first
-    return tl.histogram(tl.where((own >= 0) & (own < num_experts), own, EXPERTS), 2 * EXPERTS)
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    debug=True,
-    do_not_specialize=["num_choices", "top_k", "stride", "first", "num_experts", "num_tiles"],
-    do_not_specialize_on_alignment=["expert_ids"],
-)
-def _place_kernel(  # type: ignore[no-untyped-def]
-    expert_ids,
-    counts,
-    choices,
-    tile_experts,
-    places,
-    num_choices,
-    top_k,
-    stride,
-    first,
-    num_experts,
-    num_tiles,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """One program a chunk of choices: their slots. Padding and tiles of the experts are dealt out to the programs."""
-    follow()
-    chunk, chunks = tl.program_id(0), tl.num_programs(0)
-    each, few = tl.arange(0, EXPERTS), tl.arange(0, 16)
-    loads = tl.zeros((EXPERTS,), tl.int32)
-    before = tl.zeros((EXPERTS,), tl.int32)
-    for start in range(0, chunks, 16):
-        other = (start + few)[:, None]
-        count = tl.load(counts + other * EXPERTS + each[None, :], mask=other < chunks, other=0)
-        loads += tl.sum(count, 0)
-        before += tl.sum(tl.where(other < chunk, count, 0), 0)
-    tiles = (loads + BLOCK_M - 1) // BLOCK_M
-    first_tiles = tl.cumsum(tiles, 0) - tiles
-    tl.device_assert(tl.sum(tiles) <= num_tiles, "experts.lay_out: choices take more tiles than there are")
-    slots = first_tiles * BLOCK_M + before
-    num_slots = num_tiles * BLOCK_M
-    for start in range(chunk * BLOCK, chunk * BLOCK + BLOCK, PART):
-        index = start + tl.arange(0, PART)
-        own = _ids_of(expert_ids, index, num_choices, top_k, stride) - first
-        is_chosen = (own[:, None] == each[None, :]) & (each < num_experts)[None, :]
-        rank = tl.cumsum(is_chosen.to(tl.int32), 0)
-        place = tl.sum(tl.where(is_chosen, slots[None, :] + rank, 0), 1) - 1
-        tl.store(choices + place, index, mask=(place >= 0) & (place < num_slots))
-        tl.store(places + index, place, mask=index < num_choices)
-        slots += tl.sum(is_chosen.to(tl.int32), 0)
-    for expert in range(chunk, num_experts, chunks):
-        is_own = each == expert
-        first_tile, own_tiles = tl.sum(tl.where(is_own, first_tiles, 0)), tl.sum(tl.where(is_own, tiles, 0))
-        slot = first_tile * BLOCK_M + tl.sum(tl.where(is_own, loads, 0))
-        _store_tiles(choices, tile_experts, expert, num_experts, first_tile, own_tiles, slot, num_tiles, BLOCK_M)
 
 
 @triton.jit
@@ -522,7 +393,8 @@ def _slots(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_tiles", "first", "num_experts", "top_k", "stride", "row_units", "limit"]
+    do_not_specialize=["num_tiles", "first", "num_experts", "top_k", "stride", "row_units", "limit"],
+    do_not_specialize_on_alignment=["choices", "tile_experts"],
 )
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -543,7 +415,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     IN_PLACE: tl.constexpr,
     WIDTH: tl.constexpr,
     EXPERT_WIDTH: tl.constexpr,
-    TURNS: tl.constexpr,
     TURN: tl.constexpr,
     HIDDEN_TURNED: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -554,16 +425,15 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    JOINED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """hidden [A, I] = share * silu(min(gate, limit)) * clamp(up) for one tile of slots and BLOCK_N rows of the weight.
+    """hidden [A, I] = share * silu(min(gate, limit)) * clamp(up) for one tile of slots and one block of I.
 
-    The weight is the left operand: its many rows fill the matrix unit, however few a tile's rows are. A thread's rows
-    are as many of gate as of up.
+    The weights are the left operand: their many rows fill the matrix unit, however few a tile's rows are.
     """
     follow_alone()
-    HEIGHT: tl.constexpr = 2 * EXPERT_WIDTH
-    tile, block = _own_tile(num_tiles, tl.cdiv(HEIGHT, BLOCK_N), GROUP)
+    tile, block = _own_tile(num_tiles, tl.cdiv(EXPERT_WIDTH, BLOCK_N), GROUP)
     expert, slots, choice = _slots(
         choices, tile_experts, tile, num_tiles, first, num_experts, top_k, stride, IN_PLACE, BLOCK_M
     )
@@ -571,9 +441,13 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         return
     real = choice >= 0
     rows = (tl.where(real, choice, 0) // top_k).to(tl.int64)
-    section, start = expert.to(tl.int64), block * BLOCK_N
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_ok = column < EXPERT_WIDTH
+    section, start = expert.to(tl.int64) * 2, block * BLOCK_N
     LAST: tl.constexpr = (WIDTH - 1) // BLOCK_K * BLOCK_K
-    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    both = tl.zeros((2 * BLOCK_N, BLOCK_M), tl.float32)
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     starts = x + rows * (row_units * UNIT)
     held = input_tile(starts, real, 0, WIDTH, TURN and not HELD, EVEN, BLOCK_K)
     for k in range(0, WIDTH, BLOCK_K):
@@ -582,24 +456,36 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             held = input_tile(starts, real, tl.minimum(k + BLOCK_K, LAST), WIDTH, False, EVEN, BLOCK_K)
         else:
             part = tl.trans(input_tile(starts, real, k, WIDTH, TURN, EVEN, BLOCK_K)).to(OPERAND)
-        weight_part = weight_tile(
-            values, scales, section, start, k, HEIGHT, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
-        )
-        product = tl.dot(weight_part, part, product, input_precision=PRECISION)
-    halves = tl.permute(tl.reshape(product, (BLOCK_N // (2 * TURNS), 2, TURNS, BLOCK_M)), (0, 2, 3, 1))
-    gate, up = tl.split(tl.reshape(halves, (BLOCK_N // 2, BLOCK_M, 2)))
+        if JOINED:
+            blocks = blocks_of(EXPERT_WIDTH)
+            weight_part = packed_tile(
+                values, scales, section * blocks + start // 64, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N
+            )
+            both = tl.dot(weight_part, part, both, input_precision=PRECISION)
+        else:
+            gate_part = weight_tile(
+                values, scales, section, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
+            )
+            gate = tl.dot(gate_part, part, gate, input_precision=PRECISION)
+            up_part = weight_tile(
+                values, scales, section + 1, start, k, EXPERT_WIDTH, WIDTH, FORMAT, OPERAND, BLOCK_N, BLOCK_K, EVEN
+            )
+            up = tl.dot(up_part, part, up, input_precision=PRECISION)
+    if JOINED:
+        gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     share = tl.load(shares + choice // top_k * stride + choice % top_k, mask=real, other=0.0)
     activated = gate / (1.0 + tl.exp(-gate)) * up * share[None, :]
-    column = start // 2 + tl.arange(0, BLOCK_N // 2)
     place = turned_place(column) if HIDDEN_TURNED else column
     places = hidden + slots[:, None].to(tl.int64) * EXPERT_WIDTH + place[None, :]
-    mask = real[:, None] & (column < EXPERT_WIDTH)[None, :]
-    tl.store(places, tl.trans(activated).to(hidden.dtype.element_ty), mask=mask)
+    tl.store(places, tl.trans(activated).to(hidden.dtype.element_ty), mask=real[:, None] & column_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tiles", "first", "num_experts", "top_k", "stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_tiles", "first", "num_experts", "top_k", "stride"],
+    do_not_specialize_on_alignment=["choices", "tile_experts"],
+)
 def _down_kernel(  # type: ignore[no-untyped-def]
     hidden,
     values,
@@ -657,7 +543,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     tl.store(places, tl.trans(total).to(outputs.dtype.element_ty), mask=real[:, None] & column_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["stride", "top_k", "first", "num_experts"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["stride", "top_k", "first", "num_experts"], do_not_specialize_on_alignment=["places"]
+)
 def _combine(  # type: ignore[no-untyped-def]
     outputs, places, total, stride, top_k, first, num_experts, WIDTH, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -95,7 +95,7 @@ def weight_tile(  # type: ignore[no-untyped-def]
     [BLOCK_N, BLOCK_K] OPERAND.
 
     values, scales: of in_pieces; section: int64. EVEN: nothing lies past an end. Of packed weights BLOCK_N is 64, 128
-    or, of a height of whole tiles, 256, BLOCK_K 128 or, of a width of whole tiles, 256; start and k are multiples.
+    or, of a height of whole tiles, 256, BLOCK_K is 128, and start and k are multiples of them.
     """
     if FORMAT == 0:
         row = start + tl.arange(0, BLOCK_N)
@@ -105,16 +105,9 @@ def weight_tile(  # type: ignore[no-untyped-def]
             return tl.load(places).to(OPERAND)
         return tl.load(places, mask=(row < height)[:, None] & (columns[None, :] < width), other=0.0).to(OPERAND)
     else:
-        tl.static_assert(BLOCK_K == 128 or BLOCK_K == 256)
+        tl.static_assert(BLOCK_K == 128)
         block = section * blocks_of(height) + start // 64
-        tile = packed_tile(values, scales, block, 2 if BLOCK_N == 256 else 1, k, width, FORMAT, OPERAND, BLOCK_N)
-        if BLOCK_K == 256:
-            more = packed_tile(
-                values, scales, block, 2 if BLOCK_N == 256 else 1, k + 128, width, FORMAT, OPERAND, BLOCK_N
-            )
-            return tl.reshape(tl.permute(tl.join(tile, more), (0, 2, 1)), (BLOCK_N, 256))
-        else:
-            return tile
+        return packed_tile(values, scales, block, 2 if BLOCK_N == 256 else 1, k, width, FORMAT, OPERAND, BLOCK_N)
 
 
 @triton.jit
@@ -210,11 +203,9 @@ def input_columns(k, TURNED: tl.constexpr, BLOCK_K: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def turned_tile(rows, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows [M, n] with every 128 columns in the order of an FP4 weight's tile."""
-    WIDTH: tl.constexpr = rows.shape[1]
-    # [t, j, h, i] to [j, h, t, i]
-    parts = tl.permute(tl.reshape(rows, (BLOCK_M, WIDTH // 128, 4, 8, 2, 2)), (0, 1, 3, 4, 2, 5))
-    return tl.reshape(parts, (BLOCK_M, WIDTH))
+    """Rows [M, 128] in the order of an FP4 weight's tile."""
+    parts = tl.permute(tl.reshape(rows, (BLOCK_M, 4, 8, 2, 2)), (0, 2, 3, 1, 4))  # [t, j, h, i] to [j, h, t, i]
+    return tl.reshape(parts, (BLOCK_M, 128))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
-from dsparkd.kernels.cuda.experts import _count_kernel, _lay_out_kernel, _place_kernel
+from dsparkd.kernels.cuda.experts import _lay_out_kernel
 from dsparkd.kernels.cuda.indexer import keep_best
 from dsparkd.kernels.cuda.packed import store as store_packed
 from dsparkd.kernels.cuda.rows import store as store_rows
@@ -77,18 +77,6 @@ def lay_out(on: Stage, num_tiles: int) -> None:
     )
 
 
-def lay_out_by_chunks(on: Stage, num_tiles: int) -> None:
-    """The same choices, four to a program."""
-    choices, tiles = on.around(4 * num_tiles, 1, torch.int32), on.around(num_tiles, 1, torch.int32)
-    ids = on(torch.tensor([0, 1, 2, 2, 1, 2], dtype=torch.int32))
-    places, counts = on(torch.zeros(6, dtype=torch.int32)), on(torch.zeros((2, 16), dtype=torch.int32))
-    _count_kernel[(2,)](ids, counts, 6, 1, 1, 0, 3, EXPERTS=16, BLOCK=4)
-    _place_kernel[(2,)](
-        ids, counts, choices, tiles, places, 6, 1, 1, 0, 3, num_tiles,
-        EXPERTS=16, BLOCK_M=4, BLOCK=4, PART=2, sanitize_overflow=False,
-    )  # fmt: skip
-
-
 def choose(on: Stage, top_k: int) -> None:
     """The choice's rows have room for 64; a larger top_k is what a wrong plan would ask for."""
     chosen = on.around(1, 64, torch.int64)
@@ -104,7 +92,6 @@ FAULTS: dict[str, Callable[[Stage], None]] = {
     "packed.store of no row": lambda on: packed_store(on, 2, -1),
     "compressor.close_entries": lambda on: close(on, 5),
     "experts.lay_out": lambda on: lay_out(on, 2),
-    "experts.lay_out by chunks": lambda on: lay_out_by_chunks(on, 2),
 }
 
 
