@@ -58,6 +58,7 @@ PACKED_TILES = (
 DENSE_TILES = (Tiles(16, 64, 128, 4, 4), Tiles(32, 64, 128, 4, 4), Tiles(64, 64, 128, 4, 3))
 WIDE_TILE = Tiles(128, 128, 128, 8, 3)
 APART_TILES = (Tiles(128, 128, 64, 8, 4, apart=True), Tiles(128, 64, 128, 4, 3, apart=True))
+WHOLE_TILES = (Tiles(128, 128, 64, 8, 3, apart=True), *APART_TILES[1:])  # without splits two fit on a processor
 
 
 class TritonLinear:
@@ -196,9 +197,10 @@ def choose_tiles(num_rows: int, outputs: int, inputs: int, form: Format, dtype: 
         if num_rows <= tiles.rows:
             return tiles
     if num_rows > LARGE_ROWS and inputs % 128 == 0:
-        if not is_dense and num_rows <= WIDE_ROWS and splits_of(outputs, inputs) == 1:
+        is_whole = splits_of(outputs, inputs) == 1
+        if is_whole and not is_dense and num_rows <= WIDE_ROWS:
             return WIDE_TILE
-        for tiles in APART_TILES:
+        for tiles in WHOLE_TILES if is_whole else APART_TILES:
             if count_tiles(num_rows, tiles.rows) * count_tiles(outputs, tiles.outputs) >= LARGE_PROGRAMS:
                 return tiles
     return few[-1]

@@ -11,6 +11,7 @@ from dsparkd.kernels.cuda.linear import (
     APART_TILES,
     DENSE_TILES,
     PACKED_TILES,
+    WHOLE_TILES,
     WIDE_TILE,
     TritonLinear,
     choose_tiles,
@@ -56,7 +57,7 @@ def test_tiles_of_any_shape_give_the_same_bits(device: torch.device, form: Forma
     few, *others = DENSE_TILES if form is Format.DENSE else (*PACKED_TILES, WIDE_TILE)
     kernel = TritonLinear(weight, wide=True, groups=groups)
     whole = kernel._product(x, few)
-    for tiles in (*others, *APART_TILES, Tiles(192, 128, 128, 8, 2, apart=True)):
+    for tiles in (*others, *APART_TILES, *WHOLE_TILES, Tiles(192, 128, 128, 8, 2, apart=True)):
         if device.type == "cpu":  # a product of 64 inputs is rounded elsewhere there: the interpreter's is numpy's
             tiles = dataclasses.replace(tiles, inputs=128)
         for spread in {False, splits_of(*weight.shape) > 1}:
