@@ -56,6 +56,7 @@ class TritonAttention:
 
     def __init__(self) -> None:
         self._arrivals: Tensor | None = None
+        self._processors = 0  # of the device, once it is known
 
     def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """See AttentionKernel. The first context of more than one part comes long after the first step."""
@@ -107,7 +108,9 @@ class TritonAttention:
             if wide and n <= FEW_TOKENS:
                 attend_few(queries, keys, sink, inverse, output, tile)
             elif wide and IS_COMPILED:
-                attend_many(queries, keys, sink, inverse, output, tile)
+                if not self._processors:
+                    self._processors = torch.cuda.get_device_properties(queries.device).multi_processor_count
+                attend_many(queries, keys, sink, inverse, output, tile, self._processors)
             else:
                 _attend_parts(queries, keys, sink, inverse, output, tile, 1, sink)
             return

@@ -20,11 +20,17 @@ from tools.gates.kernels import poisoned_memory
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "width"), [(64, 512), (70, 256), (40, 512)])
 @pytest.mark.parametrize(("counts", "columns"), [(COUNTS, None), ([*COUNTS[:-1], 70], None), (COUNTS, 0)])
+@pytest.mark.parametrize("num_programs", [2, 2 * N])
 def test_it_has_the_bits_of_few_tokens(
-    heads: int, width: int, counts: list[int], columns: int | None, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    width: int,
+    counts: list[int],
+    columns: int | None,
+    num_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And those of the general kernel: whole and half blocks of heads, tokens that see nothing, contexts without
-    entries."""
+    entries; several tokens of a program, and one."""
     device, case = torch.device("cuda"), Case(heads, width, torch.bfloat16, counts)
     called: list[int] = []
 
@@ -37,7 +43,9 @@ def test_it_has_the_bits_of_few_tokens(
         few = case.run(TritonAttention(), device, columns=columns)
         assert not called
         monkeypatch.setattr(attention, "FEW_TOKENS", 0)
-        many = case.run(TritonAttention(), device, columns=columns)
+        form = TritonAttention()
+        form._processors = num_programs
+        many = case.run(form, device, columns=columns)
         assert len(called) == 1
         monkeypatch.setattr(attention, "is_wide", lambda *_: False)
         general = case.run(TritonAttention(), device, columns=columns)
@@ -54,11 +62,11 @@ from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 from dsparkd.kernels.cuda.attention_many import _attend_wide as kernel
 
-values = {"D": 512, "R": 64, "BLOCK_H": 64, "BLOCK_K": 64, "SUMS": 16}
+values = {"H": 64, "D": 512, "R": 64, "BLOCK_H": 64, "BLOCK_K": 64, "SUMS": 16}
 types = dict.fromkeys(("queries", "ring", "chunk", "entries", "output"), "*bf16")
 types |= dict.fromkeys(("sources", "first", "slots", "rows", "counts"), "*i64")
 types |= dict.fromkeys(("sink", "cos", "sin"), "*fp32")
-types |= dict.fromkeys(("W", "slot_stride", "E", "by_rows", "H"), "i32")
+types |= dict.fromkeys(("n", "W", "slot_stride", "E", "by_rows"), "i32")
 names = kernel.arg_names
 aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "i32") != "i32"}
 constants = {(names.index(name),): value for name, value in values.items()}
@@ -78,5 +86,5 @@ def test_it_compiles_without_a_device() -> None:
     assert result.returncode == 0, result.stderr[-2000:]
     shared, copies, products = map(int, result.stdout.split())
     assert shared <= 227 << 10
-    assert copies == 3 * 16  # queries, the first tile, the next one
+    assert copies == 4 * 16  # queries and the first tile, the next tile, the next queries
     assert products == 512 // 16 + 2 * 64 // 16  # logits; numerator and denominator
