@@ -47,6 +47,13 @@ class HyperConnection:
             norm_eps=config.rms_norm_eps,
         )
         self._kernel = kernel.bind(source.device, source.dtype, S)
+        if source.device.type == "cuda":
+            # A cpu start imports no triton.
+            from dsparkd.kernels.cuda.hyper_connection import TritonHyperConnection, TritonProduct
+
+            assert isinstance(self._kernel, TritonHyperConnection)
+            assert isinstance(self._product, TritonProduct)
+            self._kernel.compile(self._product, self._mixing, source.dtype)
 
     def collapse(self, residual: Residual) -> Collapsed:
         """The sublayer's normed input [T, D] in the streams' dtype, and the way back."""
@@ -85,6 +92,11 @@ class HyperHead:
         self._product = _product(source.float32(f"{prefix}hc_head_fn"), source.dtype)  # S * D -> S
         self._base = source.float32(f"{prefix}hc_head_base")
         self._scale = source.float32(f"{prefix}hc_head_scale")
+        if source.device.type == "cuda":
+            from dsparkd.kernels.cuda.hyper_connection import TritonProduct, compile_last  # a cpu start imports no triton
+
+            assert isinstance(self._product, TritonProduct)
+            compile_last(self._product, self._scale, self._base, source.dtype)
 
     def collapse(self, streams: Tensor) -> Tensor:
         """streams [L, S, D] -> [L, D] in the streams' dtype; L is a multiple of ROW_TILE."""

@@ -113,6 +113,15 @@ class TritonHyperConnection:
         """See HyperConnectionKernel."""
         return advance(output, streams, collapsed, None)[0]
 
+    def compile(self, product: TritonProduct, mixing: Mixing, dtype: torch.dtype) -> None:
+        """Compile for few and for many tokens, at start: no step shall wait for a compiler."""
+        for streams in _streams_to_compile(product, mixing.num_streams, dtype):
+            output = streams[:, 0].contiguous()
+            collapsed = self.collapse(streams, product(streams), mixing)
+            summands = Summands((output.float(), output.float()), output)
+            for each, following in ((output, product), (summands, product), (summands, None)):
+                advance(each, streams, collapsed, following)
+
 
 def advance(
     output: Tensor | Summands, streams: Tensor, collapsed: Collapsed, product: TritonProduct | None
@@ -193,6 +202,19 @@ def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps
             launch_pdl=EARLY,
         )
     return collapsed
+
+
+def compile_last(product: TritonProduct, scale: Tensor, base: Tensor, dtype: torch.dtype) -> None:
+    """Compile the last collapse for few and for many tokens, at start."""
+    for streams in _streams_to_compile(product, base.shape[0], dtype):
+        collapse_last(streams, product(streams), scale, base, 1.0, 1.0)
+
+
+def _streams_to_compile(product: TritonProduct, num_streams: int, dtype: torch.dtype) -> list[Tensor]:
+    """Streams [T, S, D] of few and of many tokens, a multiple of 16 as steps have them: kernels are made for that."""
+    width = product.terms.shape[2] // num_streams
+    sizes = (BLOCK_T, FEW_TOKENS + BLOCK_T)
+    return [torch.zeros((T, num_streams, width), dtype=dtype, device=product.terms.device) for T in sizes]
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.cuda import hyper_connection
 from dsparkd.kernels.cuda.hyper_connection import (
     FEW_TOKENS,
     PART_COLUMNS,
@@ -13,6 +14,7 @@ from dsparkd.kernels.cuda.hyper_connection import (
     TritonProduct,
     advance,
     collapse_last,
+    compile_last,
 )
 from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.hyper_connection import Collapsed, Mixing, TorchHyperConnection, weighted_sum
@@ -146,6 +148,30 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtyp
     whole = run(0, num_tokens)
     for at, size in ((0, 1), (5, 3), (20, 14), (num_tokens - 1, 1), (3, FEW_TOKENS)):
         assert torch.equal(run(at, size), whole[at : at + size])
+
+
+def test_few_and_many_tokens_are_compiled_for_at_start(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both forms of each launch that a layer or the head makes: the first short prompt must not wait for a compiler."""
+    sizes: list[tuple[str, bool, int]] = []
+    launch = hyper_connection._launch
+
+    def watch(output: Tensor | Summands | None, streams: Tensor, *rest: object) -> None:
+        sizes.append((type(output).__name__, rest[1] is not None, len(streams)))
+        launch(output, streams, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hyper_connection, "_launch", watch)
+    product = TritonProduct(noise(24, 4 * 72, seed=6).to(device), torch.float32)
+    TritonHyperConnection(4).compile(product, make_mixing(4, 72, 2, device), torch.float32)
+    kinds = {("NoneType", True), ("Tensor", True), ("Summands", True), ("Summands", False)}
+    assert set(sizes) == {(*kind, T) for kind in kinds for T in (16, FEW_TOKENS + 16)}
+    compile_last(
+        TritonProduct(noise(4, 4 * 72).to(device), torch.float32),
+        noise(1).to(device),
+        noise(4).to(device),
+        torch.float32,
+    )
 
 
 def in_order(pieces: Tensor) -> Tensor:
