@@ -150,9 +150,7 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtyp
         assert torch.equal(run(at, size), whole[at : at + size])
 
 
-def test_few_and_many_tokens_are_compiled_for_at_start(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_and_many_tokens_are_compiled_for_at_start(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms of each launch that a layer or the head makes: the first short prompt must not wait for a compiler."""
     sizes: list[tuple[str, bool, int]] = []
     launch = hyper_connection._launch
