@@ -62,7 +62,7 @@ class TritonAttention:
         """See AttentionKernel. The first context of more than one part comes long after the first step."""
         sink, angles = (torch.zeros(shape, device=like.device) for shape in ((heads,), (FEW_TOKENS + 1, 1, rotary)))
         zeros = torch.zeros((FEW_TOKENS + 1) * 2 * PART, dtype=torch.int64, device=like.device)
-        for n, count in ((1, PART), (FEW_TOKENS + 1, PART), (1, PART + 1)):
+        for n, count in ((1, PART), (FEW_TOKENS, PART), (FEW_TOKENS + 1, PART), (1, PART + 1)):
             queries, keys = like.new_zeros((n, heads, width)), like.new_zeros((n, width))
             rows = keys if kept is None else torch.zeros_like(kept[:1])
             window = WindowKeys(rows, keys, zeros[:n, None], zeros[:n], True)
