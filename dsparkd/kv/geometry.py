@@ -172,12 +172,9 @@ def fit_pool(
     rings = num_slots * geometry.slot_bytes + num_inner_slots * geometry.inner_slot_bytes
     rest = device_bytes - rings
     num_snapshots = max(0, int(rest * snapshot_share)) // geometry.snapshot_bytes
-    if geometry.page_bytes == 0:  # a model of sliding-window layers alone keeps nothing in pages: ids are free
-        num_pages = max(0, rest - num_snapshots * geometry.snapshot_bytes) // geometry.page_tokens
-    else:
-        num_pages = (rest - num_snapshots * geometry.snapshot_bytes) // geometry.page_bytes
+    num_pages = max(0, rest - num_snapshots * geometry.snapshot_bytes) // _page_cost(geometry)
     if num_pages < 2:
-        needed = rings + 2 * geometry.page_bytes
+        needed = rings + _bytes_for(2, geometry, snapshot_share)
         raise ConfigError("kv.device_bytes", device_bytes, f"use at least {needed} bytes for {max_rows} rows")
     return PoolSizes(num_pages, num_slots, num_snapshots, num_inner_slots)
 
@@ -197,8 +194,8 @@ def size_pool(geometry: KVGeometry, config: Config, budget_bytes: int) -> PoolSi
     needed = geometry.num_pages_for(config.engine.max_context_tokens + geometry.gamma + 1)
     usable = sizes.num_pages - 1  # page 0 belongs to padding
     if needed > usable:
-        page_bytes = math.ceil((needed + 1) * geometry.page_bytes / (1 - share)) + geometry.snapshot_bytes
-        enough = sizes.num_slots * geometry.slot_bytes + num_inner_slots * geometry.inner_slot_bytes + page_bytes
+        rings = sizes.num_slots * geometry.slot_bytes + num_inner_slots * geometry.inner_slot_bytes
+        enough = rings + _bytes_for(needed + 1, geometry, share)
         raise ConfigError(
             "kv.device_bytes",
             budget_bytes,
@@ -206,3 +203,13 @@ def size_pool(geometry: KVGeometry, config: Config, budget_bytes: int) -> PoolSi
             f"use at least {enough} bytes or a shorter context",
         )
     return sizes
+
+
+def _page_cost(geometry: KVGeometry) -> int:
+    """What a page takes of the budget: its bytes, and of a model that keeps nothing in pages something all the same."""
+    return geometry.page_bytes or geometry.page_tokens
+
+
+def _bytes_for(num_pages: int, geometry: KVGeometry, snapshot_share: float) -> int:
+    """Bytes beside the rings of which so many pages are left, whatever share snapshots take."""
+    return math.ceil(num_pages * _page_cost(geometry) / (1 - snapshot_share))

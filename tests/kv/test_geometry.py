@@ -114,6 +114,21 @@ def test_a_budget_without_room_for_a_page_names_the_least_that_has() -> None:
     assert fit_pool(flash(), least, max_rows=8, snapshot_share=0.0) == PoolSizes(2, 9, 0)
 
 
+@pytest.mark.parametrize("num_layers", [(4, 18, 12), (4, 0, 0)])
+@pytest.mark.parametrize("snapshot_share", [0.001, 0.25, 0.9])
+def test_the_least_leaves_its_pages_whatever_share_snapshots_take(
+    num_layers: tuple[int, int, int], snapshot_share: float
+) -> None:
+    """Also of pages that are larger than snapshots, and of a model that keeps nothing in them."""
+    total, csa, hca = num_layers
+    geometry = dataclasses.replace(flash(page_tokens=8192), num_layers=total, num_csa_layers=csa, num_hca_layers=hca)
+    with pytest.raises(ConfigError) as refusal:
+        fit_pool(geometry, 1, max_rows=8, snapshot_share=snapshot_share)
+    found = re.search(r"at least (\d+) bytes", str(refusal.value))
+    assert found is not None
+    assert fit_pool(geometry, int(found[1]), max_rows=8, snapshot_share=snapshot_share).num_pages >= 2
+
+
 def test_pages_for_tokens_round_up() -> None:
     """The last page may be partly filled."""
     assert [flash().num_pages_for(n) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
