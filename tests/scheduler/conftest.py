@@ -10,6 +10,7 @@ import functools
 import os
 import socket
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -526,6 +527,19 @@ class Rank:
         assert self.memory.pages.num_used == 0
         assert self.memory.pages.num_free + self.memory.pages.num_cached == self.sizes.num_pages - 1
         assert self.memory.snapshots.num_used == len(self.memory.tree._by_use), "a snapshot that nobody holds"
+
+    def assert_prefixes_are_true(self) -> None:
+        """Pages and snapshots of the prefix tree hold what its keys say, also those that nobody resumes from."""
+        paths = [(self.memory.tree._root, ())]
+        while paths:
+            node, ids = paths.pop()
+            for key, child in node.children.items():
+                own = tuple(array("I", key))
+                held = self.device.pages[child.page]
+                assert tuple(held[place] for place in range(PAGE)) == own
+                if child.snapshot is not None:
+                    assert self.device.snapshots[child.snapshot] == ids + own
+                paths.append((child, ids + own))
 
     def close(self) -> None:
         for channel in (self.parent, self.detokenizer, *self._own):

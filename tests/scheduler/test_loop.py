@@ -65,18 +65,28 @@ def play(lab, pair, script):
     num_snapshots=st.integers(0, 6),
     max_rows=st.integers(1, 6),
     max_drafts=st.sampled_from([None, 0, 1, 3]),
+    chunk_pages=st.sampled_from([1, 2, 4, 7, 16]),
+    snapshot_pages=st.integers(1, 5),
+    decode_graphs=st.booleans(),
 )
 def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(
-    lab, script, num_pages, num_snapshots, max_rows, max_drafts
+    lab, script, num_pages, num_snapshots, max_rows, max_drafts, chunk_pages, snapshot_pages, decode_graphs
 ):
-    """R-15, R31: any order of submits, aborts and memory pressure, with drafts (1, 3), without (0), overlapped (None).
+    """R-15, R31: any order of submits, aborts and memory pressure, with drafts (1, 3), without (0), overlapped (None);
+    chunks from a page to a whole prompt with many page ends.
 
     The device checks each page and ring it is shown. D-10: ids behind an end exist nowhere, not in a prefix hit either.
     """
     num_pages += 1 if max_drafts else 0  # the longest sequence needs room for its drafts too
-    overlap = max_drafts is None
     sizes = lab.Sizes(
-        num_pages, max_rows, num_snapshots, max_drafts=max_drafts or 0, overlap=overlap, decode_graphs=overlap
+        num_pages,
+        max_rows,
+        num_snapshots,
+        chunk_pages * lab.PAGE,
+        snapshot_pages,
+        max_drafts=max_drafts or 0,
+        overlap=max_drafts is None,
+        decode_graphs=decode_graphs,
     )
     with contextlib.closing(lab.Pair(sizes)) as pair:
         submitted, aborted = play(lab, pair, script)
@@ -93,6 +103,7 @@ def test_every_request_ends_once_with_its_own_ids_and_leaves_nothing(
                 assert tuple(entry.token_id for entry in first.prompt_logprobs) == request.prompt_ids
         for rank in pair.ranks:
             rank.assert_nothing_held()
+            rank.assert_prefixes_are_true()
 
 
 def test_plans_depend_on_messages_alone(lab):
