@@ -394,7 +394,7 @@ DECODE_STEPS = _family(
 STEPS_AHEAD = _family(
     "steps_ahead_total",
     "counter",
-    "Steps that were launched before the results of the step before them were there (`scheduler.overlap`).",
+    "Steps with rows that were planned before the ids that they follow were there (`scheduler.overlap`).",
 )
 DROPPED_ROWS = _family(
     "dropped_rows_total",

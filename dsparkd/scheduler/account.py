@@ -257,7 +257,7 @@ class Account:
             self._tally.inc(metrics.MASK_SAMPLES_DROPPED, self._rank, by=output.num_dropped_times)
 
     def launched(self, plan: Plan) -> None:
-        """Count a step with rows that were launched before the ids that they follow were on the host."""
+        """Count a step with rows that were planned before the ids that they follow were on the host."""
         self.lap("launch")
         if any(row.follows is not None for row in plan.rows):
             self._tally.inc(metrics.STEPS_AHEAD, self._rank)
