@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import random
 import re
 import socket
 from collections.abc import Callable
@@ -27,9 +29,13 @@ from dsparkd.grammar.traversal import open_traversal
 from dsparkd.grammar.vocabulary import make_vocabulary
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
-from dsparkd.messages import SamplingParams
+from dsparkd.messages import SamplingParams, TokenizedRequest, TokenLogprob
 from dsparkd.model.config import load_model_config
 from dsparkd.model.weights import load_both_shards
+from dsparkd.scheduler.policy import Limits, Planner
+from dsparkd.scheduler.queue import RequestQueue
+from dsparkd.scheduler.request import Memory, Request
+from dsparkd.scheduler.results import Committer, Launched
 from dsparkd.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -346,6 +352,91 @@ def test_rows_follow_the_ids_of_chunks_that_have_not_landed(executor: Executor) 
     for sequence, other, count in zip((stream, long, short), plain, (3, 2, 3), strict=True):
         assert sequence.output_ids == other.output_ids[:count]
         assert len(sequence.output_ids) == count
+
+
+class AnyTexts:
+    """Of a request without stop strings nobody reads its text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+Got = dict[str, list[TokenLogprob]]
+
+
+def serve(executor: Executor, batches: list[list[TokenizedRequest]], snapshot_pages: int) -> tuple[Got, int]:
+    """Plan, run and commit as the loop does with overlap, a batch more each second step.
+
+    Returns what each request got, id by id with its log-probability, and how many page ends were kept inside chunks.
+    """
+    sizes = executor.sizes
+    queue = RequestQueue()
+    memory = Memory(
+        num_pages=sizes.num_pages, num_slots=sizes.num_slots, num_snapshots=sizes.num_snapshots, page_tokens=PAGE
+    )
+    limits = Limits(sizes.num_inner_slots * PAGE, PAGE, snapshot_pages * PAGE, PAGE)
+    planner, committer = Planner(queue, memory, limits), Committer(queue, memory, AnyTexts(), frozenset())
+    got: Got = {item.request_id: [] for batch in batches for item in batch}
+    flights: list[tuple[Plan, Launched, Callable[[], StepOutput]]] = []
+    arrivals, steps, num_inner = itertools.count(1), itertools.count(), 0
+    waiting = list(batches)
+    while waiting or len(queue) or flights:
+        if waiting and next(steps) % 2 == 0:
+            items = waiting.pop(0)
+            queue.add(
+                [Request(item, arrival=next(arrivals), delivered_ns=1, max_context_tokens=4096) for item in items]
+            )
+        sampling = [row.request_id for plan, _, _ in flights for row in plan.rows if row.sampling is not None]
+        proposal = planner.propose({request_id: index for index, request_id in enumerate(sampling)})
+        landing = list(flights)
+        if proposal.decode_rows or proposal.chunk_rows:
+            plan = planner.settle(proposal, StepKind.MIXED)
+            num_inner += sum(save.inner_slot is not None for save in plan.snapshot_saves)
+            flights.append((plan, committer.launched(plan), executor.launch(plan, (plan.num_tokens, 0))))
+        for flight in landing:
+            plan, launched, wait = flight
+            for delta in committer.commit(plan, wait(), launched).deltas:
+                got[delta.request_id] += delta.logprobs or ()
+            flights.remove(flight)
+    return got, num_inner
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_that_share_and_part_anywhere_get_what_each_gets_alone(executor: Executor, seed: int) -> None:
+    """Path invariance through planner, executor and commit: hits that end at a page end inside somebody's chunk, steps
+    behind chunks that have not landed, prompts of whole pages and one token more or less; ids and log-probabilities."""
+    dice = random.Random(seed)
+    base = prompt(4 * PAGE, seed)
+    lengths = (3 * PAGE, 3 * PAGE - 1, 3 * PAGE + 1, 2 * PAGE, dice.randrange(1, 4 * PAGE), dice.randrange(1, 4 * PAGE))
+    requests = []
+    for number, length in enumerate(lengths):
+        common = dice.choice((length, PAGE, dice.randrange(length)))
+        ids = base[:common] + prompt(4 * PAGE, 10 * seed + number)[common:length]
+        params = msgspec.structs.replace(SEEDED, max_tokens=4, seed=number, top_logprobs=0, ignore_eos=True)
+        requests.append(
+            TokenizedRequest(
+                request_id=f"r{number}",
+                prompt_ids=ids,
+                sampling=params,
+                received_ns=1,
+                encoded_ns=2,
+                tokenized_ns=3,
+                dispatched_ns=4,
+            )
+        )
+    dice.shuffle(requests)
+    batches = [requests[:2], requests[2:5], requests[5:]]
+
+    got, num_inner = serve(executor, batches, snapshot_pages=1 + seed % 2)
+
+    assert num_inner
+    for request in requests:
+        alone, _ = serve(executor, [[request]], snapshot_pages=100)
+        assert got[request.request_id] == alone[request.request_id]
+        assert len(alone[request.request_id]) == 4
 
 
 def test_a_retracted_sequence_resumes_with_the_ids_of_an_undisturbed_run(executor: Executor) -> None:
