@@ -98,7 +98,7 @@ def _rms_norm(x, stride, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.conste
     tl.store(out + t * WIDTH + c, row.to(out.dtype.element_ty), mask=c < WIDTH)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]  # any number of entries may close in a step
 def _angles(positions, frequencies, signs, cos, sin, T, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr):  # type: ignore[no-untyped-def]
     c = tl.arange(0, BLOCK_R)
     frequency, sign = constant(frequencies + c, c < R), constant(signs + c, c < R)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -48,6 +52,16 @@ def test_angles_are_the_torch_forms(device: torch.device) -> None:
     alone = angles(there[0][5:6], *there[1:])
     assert torch.equal(alone.cos, got.cos[5:6])
     assert torch.equal(alone.sin, got.sin[5:6])
+
+
+def test_angles_compile_nothing_new_for_any_number_of_entries_that_close() -> None:
+    """One entry, or no multiple of sixteen, is another kernel unless Triton is told not to look."""
+    marked = "*(param.name for param in kernel.params if param.do_not_specialize)"
+    code = f"from dsparkd.kernels.cuda.norm import _angles as kernel; print({marked})"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["T"], result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
