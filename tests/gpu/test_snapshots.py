@@ -68,7 +68,7 @@ class Lab:
 @pytest.mark.parametrize("kv_dtype", ["model", "fp8"])
 def test_a_chunk_leaves_the_snapshots_of_chunks_that_end_there(kv_dtype: Literal["model", "fp8"]) -> None:
     """Decision 10, T-37: window rows, the drafter's keys and compressor rows, and the same id behind the prompt."""
-    lab = Lab(torch.device("cuda"), kv_dtype)
+    lab = Lab(torch.device("cuda", 0), kv_dtype)
     check(lab)
 
 
