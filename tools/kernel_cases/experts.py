@@ -29,6 +29,7 @@ SMALL = Geometry(width=160, expert_width=96, num_experts=3, top_k=2)
 FLASH = Geometry(width=4096, expert_width=2048, num_experts=128, top_k=6)
 LIMIT = 10.0
 DECODE_ROWS, PREFILL_ROWS = 2 * 64 * 6, 8192  # 64 requests of 6 tokens on each of two ranks; one rank's chunk
+SERVED_ROWS = 2 * 2048  # a chunk of the server on each of two ranks: they fill the largest tiles
 
 
 def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
@@ -37,7 +38,7 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
     for form in (Format.FP4, Format.FP8, Format.DENSE):
         sizes: tuple[int, ...] = (24,)
         if scale is Scale.FLASH:  # the release's experts are FP4
-            sizes = (16, DECODE_ROWS, PREFILL_ROWS) if form is Format.FP4 else (DECODE_ROWS,)
+            sizes = (16, DECODE_ROWS, SERVED_ROWS, PREFILL_ROWS) if form is Format.FP4 else (DECODE_ROWS,)
         shard = random_shard(geometry, form, device)
         kernel, reference = TritonExperts(shard), TorchExperts(shard)
         for rows in sizes:
