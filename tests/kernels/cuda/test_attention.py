@@ -103,19 +103,6 @@ def test_all_of_its_ways_are_made_ready_at_start(device: torch.device, monkeypat
     ]
 
 
-@pytest.mark.gpu
-def test_a_short_context_beside_long_ones_has_the_bits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among tokens of more than one part the kernel of parts serves it; alone, programs of a few keys and columns."""
-    monkeypatch.setattr(attention, "FEW_TOKENS", N)
-    case, device = Case(64, 512, torch.bfloat16, LONG), torch.device("cuda")
-    whole = case.run(TritonAttention(), device)
-    short = [t for t, count in enumerate(LONG) if count <= PART]
-    for t in short:
-        alone = case.run(TritonAttention(), device, slice(t, t + 1), columns=columns_for(LONG[t]))
-        assert torch.equal(alone, whole[t : t + 1]), LONG[t]
-    assert len(short) < N
-
-
 def test_slots_behind_what_any_token_sees_make_no_parts(device: torch.device) -> None:
     """A captured shape has slots for any context, and says how many of them count."""
     slots = torch.zeros((2, 4 * PART), dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ from dsparkd.kernels.cuda import attention, attention_few
 from dsparkd.kernels.cuda.attention import TritonAttention
 from dsparkd.kernels.cuda.attention_tile import Tile, is_wide
 from dsparkd.kernels.packed import pack, round_
-from tests.kernels.cuda.attention_case import COUNTS, Case, N
+from tests.kernels.cuda.attention_case import COUNTS, LONG, PART, Case, N, columns_for
 from tests.kernels.cuda.values import DTYPES
 from tools.gates.kernels import poisoned_memory
 
@@ -57,6 +57,19 @@ def test_few_tokens_have_the_bits_of_many_on_a_device(
     monkeypatch.setattr(attention_few, "FEWER_TOKENS", fewer)
     few, general = bits_of_both_ways(Case(heads, width, torch.bfloat16), torch.device("cuda"), monkeypatch)
     assert torch.equal(few, general)
+
+
+@pytest.mark.gpu
+def test_a_short_context_beside_long_ones_has_the_bits_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among tokens of more than one part the kernel of parts serves it; alone, programs of a few keys and columns."""
+    monkeypatch.setattr(attention, "PART", PART)
+    case, device = Case(64, 512, torch.bfloat16, LONG), torch.device("cuda")
+    whole = case.run(TritonAttention(), device)
+    short = [t for t, count in enumerate(LONG) if count <= PART]
+    for t in short:
+        alone = case.run(TritonAttention(), device, slice(t, t + 1), columns=columns_for(LONG[t]))
+        assert torch.equal(alone, whole[t : t + 1]), LONG[t]
+    assert len(short) < N
 
 
 def test_packed_keys_are_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
