@@ -92,12 +92,14 @@ def mixed_items(count: int, vocab_size: int, max_tokens: int, seed: int, *, gree
 
 
 def growing_items(count: int, vocab_size: int, max_tokens: int, seed: int, page_tokens: int) -> list[Item]:
-    """Like mixed_items, but every prompt ends so close to a page's end that its output needs one page more."""
+    """Like mixed_items, but every prompt ends so close to its first page's end that its output needs one page more.
+
+    All need it for as long, and some steps after their start, so that as many as are let in want it at the same time.
+    """
     draw = random.Random(seed)
     items = []
     for item in mixed_items(count, vocab_size, max_tokens, seed):
-        pages = draw.choice((1, 1, 1, 2))
-        length = pages * page_tokens - draw.randint(1, max_tokens // 2)
+        length = page_tokens - draw.randint(max_tokens // 4, max_tokens // 2)
         rules = item.rules | {"ignore_eos": True}  # who ends early needs no further page
         items.append(Item([draw.randrange(3, vocab_size) for _ in range(length)], rules, max_tokens))
     return items

@@ -33,9 +33,10 @@ MAX_TOKENS = 16
 CONCURRENCY = 32
 MAX_CONTEXT = 1024
 PAGE_TOKENS = 256
-# A rank admits a row if each running one can still grow by a page. Seven pages (and the null one) so take in four rows
-# of a page each, and when all four have grown by a page, one page is missing: the youngest is retracted.
-TINY_PAGES, TINY_ROWS, TINY_CHUNK_TOKENS = 8, 8, 1024
+# A rank admits a row if each running one can still grow by a page. Five pages (and the null one) so take in three rows
+# of a page each, and when all three have grown by a page, one page is missing: the youngest is retracted. The others end
+# together, and three are let in again. Fewer pages would not hold a sequence of MAX_CONTEXT.
+TINY_PAGES, TINY_ROWS, TINY_CHUNK_TOKENS = 6, 8, 1024
 
 
 Prove = Callable[[list[Item], list[Answer]], tuple[str, bool]]
