@@ -34,8 +34,8 @@ CONCURRENCY = 32
 MAX_CONTEXT = 1024
 PAGE_TOKENS = 256
 # A rank admits a row if each running one can still grow by a page. Five pages (and the null one) so take in three rows
-# of a page each, and when all three have grown by a page, one page is missing: the youngest is retracted. The others end
-# together, and three are let in again. Fewer pages would not hold a sequence of MAX_CONTEXT.
+# of a page each, and when all three have grown by a page, one page is missing: the youngest is retracted. The others
+# end together, and three are let in again. Fewer pages would not hold a sequence of MAX_CONTEXT.
 TINY_PAGES, TINY_ROWS, TINY_CHUNK_TOKENS = 6, 8, 1024
 
 
