@@ -7,8 +7,8 @@ Both ranks' real planners agree on each step and commit made-up ids; a clock goe
 prefill times are those of a file of `bench geometry`, on the lines between what was measured; a step with chunks takes
 --launch-ms at least, in which the host launches its kernels, and --host-ms more for what the device waits for. Requests
 reach the ranks --arrival-ms after one another, the less loaded one each, as the front hands them on. For comparing
-policies: with the results of the tree of 6afb5dc the policy of that tree gave first tokens of 16 and 128 streams within a
-tenth of those that two GPUs served, of 64 an eighth sooner and of one a quarter.
+policies: with the results of the tree of 6afb5dc the policy of that tree gave first tokens of 16 and 128 streams within
+a tenth of those that two GPUs served, of 64 an eighth sooner and of one a quarter.
 """
 
 from __future__ import annotations
