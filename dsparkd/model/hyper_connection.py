@@ -93,10 +93,8 @@ class HyperHead:
         self._base = source.float32(f"{prefix}hc_head_base")
         self._scale = source.float32(f"{prefix}hc_head_scale")
         if source.device.type == "cuda":
-            from dsparkd.kernels.cuda.hyper_connection import (
-                TritonProduct,
-                compile_last,
-            )  # a cpu start imports no triton
+            # A cpu start imports no triton.
+            from dsparkd.kernels.cuda.hyper_connection import TritonProduct, compile_last
 
             assert isinstance(self._product, TritonProduct)
             compile_last(self._product, self._scale, self._base, source.dtype)
