@@ -188,8 +188,8 @@ class DecodeGraphConfig(Section, frozen=True, kw_only=True):
         if tiers is None:
             return
         rises = all(one < other for one, other in itertools.pairwise(tiers))
-        fits = all(0 < tier <= 65536 and tier % 16 == 0 for tier in tiers)
-        self._require(bool(tiers) and rises and fits, "tiers", "use rising multiples of 16 up to 65536")
+        fits = all(0 < tier <= 65536 for tier in tiers)
+        self._require(bool(tiers) and rises and fits, "tiers", "use rising numbers from 1 to 65536")
 
 
 class HealthConfig(Section, frozen=True, kw_only=True):

@@ -178,7 +178,7 @@ class Rank:
                 config.scheduler.max_rows,
                 is_compact=is_compact,
                 table=table,
-                captured=graph_tiers(config, self._max_drafts, model_config.gamma),
+                captured=graph_tiers(config, self._max_drafts),
             )
         self._paths = (
             *exchange_paths(timeouts, spin_s),
@@ -553,7 +553,7 @@ def capture_graphs(
     config: Config, executor: Executor, max_drafts: int, gamma: int, progress: Callable[[str, int, int], None]
 ) -> None:
     """Capture decode steps together with the peer, where that is on. Raises CapabilityError."""
-    tiers = graph_tiers(config, max_drafts, gamma)
+    tiers = graph_tiers(config, max_drafts)
     if not tiers:
         return
     num_pages = -(-(config.engine.max_context_tokens + gamma + 1) // config.kv.page_tokens)
@@ -561,12 +561,11 @@ def capture_graphs(
     executor.capture(tiers, limits, lambda done, total: progress("graphs", done, total))
 
 
-def graph_tiers(config: Config, max_drafts: int, gamma: int) -> tuple[int, ...]:
+def graph_tiers(config: Config, max_drafts: int) -> tuple[int, ...]:
     """Numbers of tokens that decode steps are captured for, ascending; none where graphs are off."""
     if not config.decode_graph.enabled:
         return ()
-    width = max(1 + max_drafts, gamma if max_drafts else 1)
-    return config.decode_graph.tiers or choose_tiers(config.scheduler.max_rows * width)
+    return config.decode_graph.tiers or choose_tiers(config.scheduler.max_rows * (1 + max_drafts))
 
 
 def warm_up_plans(config: Config, num_pages: int, max_drafts: int) -> list[Plan]:

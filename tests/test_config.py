@@ -64,7 +64,7 @@ BOUNDARIES: dict[str, tuple[list[object], list[object]]] = {
     "dspark.acceptance": (["coupled", "rejection"], ["", "greedy", 1]),
     "dspark.cost_table": (["", "/etc/steps.json"], [1, False]),
     "decode_graph.enabled": ([False], [True, 1, "true"]),  # true on cuda alone: see below
-    "decode_graph.tiers": ([(16,), (16, 48, 65536)], [[], [0], [8], [32, 16], [16, 16], [65552], 16, [True]]),
+    "decode_graph.tiers": ([(1,), (6, 16, 65536)], [[], [0], [-1], [32, 16], [16, 16], [65537], 16, [True], [1.5]]),
     "health.max_age_s": ([3.001, 1e6], [3.0, 0, True]),
     "health.max_skew_s": ([0.001, 60], [0, -1, True]),
     "health.heartbeat_s": ([0.1, 9.9], [0.09, 10.01, 10.0, True]),  # 10 collides with max_age_s = 30

@@ -122,7 +122,10 @@ class Reflected:
 
 
 class Bench:
-    """A rank after its start, and the sequences that it is asked about."""
+    """A rank after its start, and the sequences that it is asked about.
+
+    tier: that the last step ran on; None: eager.
+    """
 
     def __init__(self, request: Request, executor: Executor, groups: RankGroups | None) -> None:
         self._request = request
@@ -131,12 +134,13 @@ class Bench:
         self._gamma = executor.model_config.gamma
         self._draw = random.Random(request.dp_rank)
         self._landing: Landing | None = None
+        self.tier: int | None = None
 
     def land(self) -> None:
         """Wait for the step that was launched ahead, if there is one."""
         landing, self._landing = self._landing, None
         if landing is not None:
-            landing()
+            self.tier = landing().tier
 
     def meet(self) -> None:
         """Wait for the peer, so that no step of what follows does."""
@@ -165,6 +169,7 @@ class Bench:
             self.land()
             plan = Plan(StepKind.DECODE, rows, speculation=speculation, replays=True)
             output = self._executor.step(plan, (num_rows, num_rows))
+            self.tier = output.tier
             rows = tuple(_behind(row, done.token_ids) for row, done in zip(rows, output.rows, strict=True))
 
         return run_drafted if drafts else run
@@ -274,7 +279,8 @@ def measure(request: Request) -> None:
                 if not bench.fits(num_rows, context) or not bench.is_time():
                     continue
                 run = bench.decode(num_rows, context, drafts=drafts)
-                say("decode", rows=num_rows, context=context, drafts=drafts, **timed(bench.times(run)))
+                times = timed(bench.times(run))
+                say("decode", rows=num_rows, context=context, drafts=drafts, tier=bench.tier, **times)
     if request.profile:
         profile_all(request, bench, device)
         bench.land()

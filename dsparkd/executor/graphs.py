@@ -55,7 +55,7 @@ class _Tier:
 
 @dataclass(frozen=True, slots=True)
 class _DraftTier:
-    """What is captured for the blocks that T rows hold."""
+    """What is captured for the blocks of the windows that T tokens hold."""
 
     shape: DraftShape
     greedy: Replay
@@ -65,8 +65,8 @@ class _DraftTier:
 class Graphs:
     """Owned by the tick thread; both ranks capture and replay in the same order.
 
-    tiers: tokens, ascending, whole row tiles. desk: None where nothing is drafted. num_bytes: device memory by kind,
-    known once captured.
+    tiers: tokens, ascending; on the cpu whole row tiles. desk: None where nothing is drafted. num_bytes: device memory
+    by kind, known once captured.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Graphs:
         self._model, self._pool, self._exchange, self._desk = model, pool, exchange, desk
         self._limits, self._recorder = limits, recorder
         gamma, device = pool.geometry.gamma if desk is not None else 0, model.device
-        self._num_blocks = _blocks_of(self.tiers, gamma, limits.max_rows) if gamma else {}
+        self._num_blocks = _blocks_of(self.tiers, limits) if gamma else {}
         rows = max(limits.max_rows, *self._num_blocks.values(), 1)
         vocab_size = model.config.vocab_size
         self._logits = torch.zeros((self.tiers[-1], vocab_size), device=device)
@@ -273,11 +273,14 @@ class CudaRecorder:
         return torch.cuda.max_memory_allocated(self._device) - before
 
 
-def _blocks_of(tiers: Sequence[int], gamma: int, max_rows: int) -> dict[int, int]:
-    """How many blocks each tier's tokens hold; a tier that holds no more than the one before it has no drafts."""
+def _blocks_of(tiers: Sequence[int], limits: ShapeLimits) -> dict[int, int]:
+    """How many blocks are drafted on each tier: one for each window that it holds.
+
+    A tier that holds no more windows than the one before it has no drafts.
+    """
     held: dict[int, int] = {}
     for tier in tiers:
-        count = min(tier // gamma, max_rows)
+        count = min(tier // limits.width, limits.max_rows)
         if count > max(held.values(), default=0):
             held[tier] = count
     return held

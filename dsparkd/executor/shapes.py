@@ -24,7 +24,7 @@ from dsparkd.executor.draft import anchor_positions, drawn_temperatures, samplin
 from dsparkd.executor.plan import Plan, PlanRow
 from dsparkd.executor.staging import Tokens, check, followed, lay_out, ranges
 from dsparkd.kernels.sources import Origin, sources
-from dsparkd.kernels.tiles import KEY_TILE, ROW_TILE
+from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.dspark import DraftInputs, DraftSampling
@@ -105,13 +105,13 @@ class _Ratio:
 
 
 def choose_tiers(most: int) -> tuple[int, ...]:
-    """Tiers up to `most` tokens: powers of two and steps of three quarters, in whole row tiles."""
-    tiers, power = set(), ROW_TILE
-    while power < 2 * most:
-        tiers |= {power, -(-3 * power // 4 // ROW_TILE) * ROW_TILE}
-        power *= 2
-    last = -(-most // ROW_TILE) * ROW_TILE
-    return (*(tier for tier in sorted(tiers) if tier < last), last)
+    """Tiers up to `most` tokens: powers of two, from 6 on with steps of three quarters, and `most` itself.
+
+    The kernels of a device take any number of rows, and a step of few takes about as long as its launches.
+    """
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    tiers = {*powers, *(3 * power // 2 for power in powers if power >= 4)}
+    return (*(tier for tier in sorted(tiers) if tier < most), most)
 
 
 class VerifyShape:

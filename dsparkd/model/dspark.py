@@ -106,7 +106,8 @@ class Stage:
         projected = self.projections.project(x, rows.rotations.forward)
         real = slice(0, rows.num_tokens)
         window = WindowKeys(ring, projected.keys, rows.sources, rows.first, rows.all_visible)
-        mixed = torch.zeros_like(projected.queries)
+        mixed = torch.empty_like(projected.queries)
+        mixed[rows.num_tokens :] = 0
         self.projections.kernel.attend(
             projected.queries[real], window, None, self.projections.sink, rows.rotations.inverse.rows(real), mixed[real]
         )
@@ -161,7 +162,7 @@ class Drafter:
 
     def num_padded_rows(self, num_blocks: int) -> int:
         """T of that many blocks: what this rank announces in ExpertExchange.begin_step."""
-        return _padded(num_blocks * self.config.gamma)
+        return self._padded(num_blocks * self.config.gamma)
 
     def survival(self, confidence: Tensor) -> Tensor:
         """Drafts.confidence [B, G] -> the chance that a draft and all before it are accepted, [B, G] float32."""
@@ -200,10 +201,16 @@ class Drafter:
             all_visible=inputs.all_visible,
         )
 
+    def _padded(self, count: int) -> int:
+        """Rows of a product: the kernels of a device take any number."""
+        return count if self.device.type == "cuda" else -(-count // ROW_TILE) * ROW_TILE
+
     def _choose(self, hidden: Tensor, logits: Tensor, inputs: DraftInputs, sampling: DraftSampling | None) -> Drafts:
         """Choose draft by draft: each adds its predecessor's bigram bias to its row of base logits, in place."""
         B, G = inputs.num_blocks, self.config.gamma
-        padded = hidden.new_zeros((_padded(B), self.config.hidden_size + self.dspark.markov_rank), dtype=torch.float32)
+        padded = hidden.new_zeros(
+            (self._padded(B), self.config.hidden_size + self.dspark.markov_rank), dtype=torch.float32
+        )
         ids = torch.empty((B, G), dtype=torch.int64, device=self.device)
         confidence = torch.empty((B, G), device=self.device)
         previous = inputs.anchor_ids
@@ -260,7 +267,3 @@ def _best(logits: Tensor, anchors: Tensor, i: int, sampling: DraftSampling | Non
     stream = noise.SAMPLING if sampling.is_coupled else noise.DRAFTS + i
     drawn += noise.gumbel(sampling.seeds, sampling.choices, anchors + i + 1, logits.shape[1], stream)
     return torch.where(greedy[:, None], scores, drawn).max(dim=-1).indices
-
-
-def _padded(count: int) -> int:
-    return -(-count // ROW_TILE) * ROW_TILE

@@ -271,13 +271,14 @@ def test_a_draft_shape_lays_anchors_out_and_hides_everything_from_padding() -> N
 @pytest.mark.parametrize(
     ("most", "tiers"),
     [
-        (1, (16,)),
-        (16, (16,)),
-        (17, (16, 32)),
-        (100, (16, 32, 48, 64, 96, 112)),
-        (384, (16, 32, 48, 64, 96, 128, 192, 256, 384)),
+        (1, (1,)),
+        (2, (1, 2)),
+        (7, (1, 2, 4, 6, 7)),
+        (16, (1, 2, 4, 6, 8, 12, 16)),
+        (100, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100)),
+        (384, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)),
     ],
 )
-def test_tiers_are_whole_row_tiles_up_to_what_can_come(most: int, tiers: tuple[int, ...]) -> None:
-    """P-22: powers of two and three quarters of them, so padding is at most half; the last holds the largest step."""
+def test_tiers_grow_by_half_at_most_up_to_what_can_come(most: int, tiers: tuple[int, ...]) -> None:
+    """P-22: a step of one row runs as one row; padding is less than half, and the last holds the largest step."""
     assert choose_tiers(most) == tiers

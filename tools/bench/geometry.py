@@ -181,7 +181,8 @@ def _report_row(row: Row, report: Report, floors: Roofline) -> None:
             simulated = f" (at a simulated acceptance of {SIMULATED_ACCEPTANCE})" if drafts else ""
             report.add(
                 row | more,
-                f"{what:16} {rows:3} rows a rank, context {context:5}: {ms:8.2f} ms, floor {more['floor_ms']:>6} ms, "
+                f"{what:16} {rows:3} rows a rank, tier {row['tier'] or 'none':>4}, context {context:5}: {ms:8.2f} ms, "
+                f"floor {more['floor_ms']:>6} ms, "
                 f"{more['times_floor']:>5} times; {tokens_s:8.0f} tokens/s of both ranks{simulated}{beside(theirs)}",
             )
         case "prefill":
