@@ -211,7 +211,7 @@ def compile_last(product: TritonProduct, scale: Tensor, base: Tensor, dtype: tor
 
 
 def _streams_to_compile(product: TritonProduct, num_streams: int, dtype: torch.dtype) -> list[Tensor]:
-    """Streams [T, S, D] of few and of many tokens, a multiple of 16 as steps have them: kernels are made for that."""
+    """Streams [T, S, D] of few and of many tokens."""
     width = product.terms.shape[2] // num_streams
     sizes = (BLOCK_T, FEW_TOKENS + BLOCK_T)
     return [torch.zeros((T, num_streams, width), dtype=dtype, device=product.terms.device) for T in sizes]
@@ -247,7 +247,7 @@ def _rounded(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
         return x.to(TYPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
 def _advance(  # type: ignore[no-untyped-def]
     output,  # [T, D]
     first,  # [T, D] float32
@@ -484,7 +484,7 @@ def _lead_back(  # type: ignore[no-untyped-def]
         tl.store(comb + t * (S * S) + cell, mix[cell], mask=t < T)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
 def _collapse(  # type: ignore[no-untyped-def]
     streams,  # [T, S, D]
     raw,  # [Q, P, T, (2 + S) * S + 1]
@@ -533,7 +533,7 @@ def _collapse(  # type: ignore[no-untyped-def]
         tl.store(collapsed + t * D + c, y.to(collapsed.dtype.element_ty), mask=c < D)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
 def _collapse_last(  # type: ignore[no-untyped-def]
     streams,  # [T, S, D]
     raw,  # [Q, P, T, S + 1]
