@@ -93,6 +93,7 @@ PATH_ACTIVE = _family(
         "decode_graph",
         "random_weights",
         "packed_cache",
+        "peer_memory",
         "grammar_traversal",
         "grammar_store",
         "dspark",

@@ -41,7 +41,7 @@ from dsparkd.errors import (
     PeerError,
     StartError,
 )
-from dsparkd.executor.collectives import RankGroups
+from dsparkd.executor.collectives import PEER_WORDS, RankGroups
 from dsparkd.executor.costs import CostTable, load_cost_table
 from dsparkd.executor.device import TorchDriver, require_device, room_for
 from dsparkd.executor.executor import Executor, rank_device
@@ -186,6 +186,7 @@ class Rank:
             overlap_path(config, self._max_drafts),
             weights_path(config.engine),
             cache_path(config.engine),
+            peer_path(config.engine),
             *grammar_paths(config.grammar),
             *draft_paths(config.dspark, self._max_drafts, model_config.gamma, table),
         )
@@ -482,6 +483,13 @@ def cache_path(config: EngineConfig) -> PathState:
     return PathState("packed_cache", "off", f'engine.kv_dtype = "{config.kv_dtype}"')
 
 
+def peer_path(engine: EngineConfig) -> PathState:
+    """Whether few rows of experts go straight into the peer's memory, for /server_info and the log."""
+    if engine.device == "cpu" or engine.shared_device:
+        return PathState("peer_memory", "off", _why_no_device_of_its_own(engine))
+    return PathState("peer_memory", "active", f"up to {PEER_WORDS} words at once; more go over NCCL")
+
+
 def graph_path(engine: EngineConfig, graphs: Graphs | None) -> PathState:
     """Whether decode steps are replayed, for /server_info and the log."""
     if graphs is not None:
@@ -489,9 +497,12 @@ def graph_path(engine: EngineConfig, graphs: Graphs | None) -> PathState:
         why = f"{count} tiers, up to {graphs.tiers[-1]} tokens, {sum(graphs.num_bytes.values())} bytes"
         return PathState("decode_graph", "active", why)
     if engine.device == "cpu" or engine.shared_device:
-        why = 'engine.device = "cpu"' if engine.device == "cpu" else "engine.shared_device = true"
-        return PathState("decode_graph", "off", why)
+        return PathState("decode_graph", "off", _why_no_device_of_its_own(engine))
     return PathState("decode_graph", "off", "decode_graph.enabled = false")
+
+
+def _why_no_device_of_its_own(engine: EngineConfig) -> str:
+    return 'engine.device = "cpu"' if engine.device == "cpu" else "engine.shared_device = true"
 
 
 def grammar_paths(config: GrammarConfig) -> tuple[PathState, PathState]:

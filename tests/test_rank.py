@@ -639,6 +639,17 @@ def test_m06_a_packed_cache_is_said() -> None:
         assert (path.path, path.state, path.why) == ("packed_cache", state, f'engine.kv_dtype = "{kv_dtype}"')
 
 
+def test_m06_stores_into_the_peers_memory_are_said() -> None:
+    """M-06: two devices are needed for them; where they cannot be had, the start fails instead."""
+    for settings, state, why in (
+        ({"device": "cuda"}, "active", "up to 2097152 words at once; more go over NCCL"),
+        ({"device": "cuda", "shared_device": True}, "off", "engine.shared_device = true"),
+        ({"device": "cpu"}, "off", 'engine.device = "cpu"'),
+    ):
+        path = rank.peer_path(msgspec.convert({"checkpoint": "/c", **settings}, EngineConfig))
+        assert (path.path, path.state, path.why) == ("peer_memory", state, why)
+
+
 def test_a_warm_up_drafts_where_the_server_does(config: Config) -> None:
     """L-15: the longest tick is that of the widest step."""
     plans = rank.warm_up_plans(config, num_pages=40, max_drafts=5)

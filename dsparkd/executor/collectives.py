@@ -1,8 +1,10 @@
 """torch.distributed between the two ranks: one swap of tensors, and what is made of it.
 
-Host data (plan words, barriers, experts on cpu) goes over gloo, experts on cuda over NCCL, or over gloo through host
-memory where both ranks share one device, which NCCL refuses. Everything binds to loopback; the ranks find each other by
-a port that rank 0 tells rank 1 over a socketpair made before the fork.
+Host data (plan words, barriers, experts on cpu) goes over gloo. Experts on cuda go by stores into the peer's memory
+where their words fit into what is kept for them, as those of decode steps do, else over NCCL; or over gloo through host
+memory where both ranks share one device, which NCCL refuses. Both ranks know both numbers of words, so they go the same
+way. Everything binds to loopback; the ranks find each other by a port that rank 0 tells rank 1 over a socketpair made
+before the fork.
 
 Letters: T tokens of this rank, R rows of both ranks, C packed width, D width.
 """
@@ -14,7 +16,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,11 @@ from torch._C._distributed_c10d import (  # torch.distributed re-exports them, b
 
 from dsparkd.errors import CapabilityError, PeerError
 
+if TYPE_CHECKING:
+    from dsparkd.kernels.cuda.peer import PeerWords
+
 NUM_RANKS = 2
+PEER_WORDS = 1 << 21  # that one exchange may store into the peer's memory: 512 rows of 4,096
 HOST = "127.0.0.1"
 _PORT = struct.Struct("<H")
 
@@ -68,8 +74,10 @@ class RankGroups:
         self._timeout_s = timeout_s
         self._gloo = _open_gloo(dp_rank, store, timeout_s)
         self._has_nccl = device.type == "cuda" and not shares_device
+        self._words: PeerWords | None = None
         if self._has_nccl:
             _open_nccl(dp_rank, store, device, timeout_s)
+            self._words = _open_words(dp_rank, device, timeout_s)
 
     @classmethod
     def open(
@@ -138,22 +146,31 @@ class RankGroups:
     def expert_exchange(self) -> SwapExpertExchange:
         """The transport of expert rows on this rank's device."""
         if self._has_nccl:
-            return SwapExpertExchange(self._dp_rank, self.swap_device)
+            return SwapExpertExchange(self._dp_rank, self.swap_device, self._words)
         return SwapExpertExchange(self._dp_rank, self.swap_host if self._device.type == "cpu" else self.swap_staged)
 
     def close(self) -> None:
-        """Destroy the groups, NCCL's first. Both ranks must have passed a barrier and use no group after it."""
+        """Let go of the peer's memory, then destroy the groups, NCCL's first.
+
+        Both ranks must have passed a barrier and use no group after it.
+        """
+        if self._words is not None:
+            self._words.close()
         if self._has_nccl:
             dist.destroy_process_group()
         del self._gloo, self._store
 
 
 class SwapExpertExchange:
-    """model.moe.ExpertExchange over a swap: rows to the peer and its rows here, partial sums back the same way."""
+    """model.moe.ExpertExchange over a swap: rows to the peer and its rows here, partial sums back the same way.
 
-    def __init__(self, dp_rank: int, swap: Swap) -> None:
+    words: carries what fits in there, where the ranks reach each other's memory.
+    """
+
+    def __init__(self, dp_rank: int, swap: Swap, words: PeerWords | None = None) -> None:
         self._dp_rank = dp_rank
-        self._swap = swap
+        self._far = swap
+        self._words = words
         self._counts = [0, 0]
         self._both: Tensor | None = None  # where the next rows are gathered, once their room is given out
 
@@ -161,6 +178,8 @@ class SwapExpertExchange:
         """See model.moe.ExpertExchange."""
         self._counts = list(counts)
         self._both = None
+        if self._words is not None:
+            self._words.begin_step()
 
     def room(self, width: int, device: torch.device) -> Tensor:
         """See model.moe.ExpertExchange."""
@@ -187,6 +206,11 @@ class SwapExpertExchange:
         peers = torch.empty_like(own)
         self._swap(parts[1 - self._dp_rank], peers)
         return (own, peers) if self._dp_rank == 0 else (peers, own)
+
+    def _swap(self, sent: Tensor, received: Tensor) -> None:
+        words = self._words
+        fits = words is not None and max(sent.numel(), received.numel()) <= words.num_words
+        (words.swap if words is not None and fits else self._far)(sent, received)
 
 
 def _open_store(dp_rank: int, peer: socket.socket, timeout_s: float) -> Store:
@@ -230,6 +254,31 @@ def _open_nccl(dp_rank: int, store: Store, device: torch.device, timeout_s: floa
         timeout=timedelta(seconds=timeout_s),
         device_id=device,
     )
+
+
+def _open_words(dp_rank: int, device: torch.device, timeout_s: float) -> PeerWords:
+    """Map each rank's memory for words that arrive into the other one. Raises CapabilityError where it cannot be."""
+    from dsparkd.kernels.cuda.peer import NUM_BOXES, PeerWords  # a start on the cpu loads no compiler
+
+    # Before its module is loaded: memory that many devices write at once is not needed, and not every host has it.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    import torch.distributed._symmetric_memory as symmetric
+
+    group, shape = dist.group.WORLD, (NUM_BOXES, PEER_WORDS)
+    assert group is not None
+    try:
+        ours = symmetric.empty(shape, dtype=torch.int64, device=device).zero_()
+        torch.cuda.synchronize(device)  # the peer may store as soon as it knows the memory
+        theirs = symmetric.rendezvous(ours, group.group_name).get_buffer(1 - dp_rank, shape, torch.int64)
+    except RuntimeError as error:
+        raise CapabilityError(
+            feature="engine.device = 'cuda'",
+            missing=f"device memory that the peer can map ({_first_line(error)})",
+            remedy="use two GPUs of one NVLink or PCIe domain, and a driver that shares their memory by descriptors",
+        ) from error
+    words = PeerWords(ours, theirs, timeout_s)
+    words.compile()
+    return words
 
 
 def _first_line(error: Exception) -> str:

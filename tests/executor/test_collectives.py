@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import pytest
 import torch
 
 from dsparkd.errors import PeerError
-from dsparkd.executor.collectives import RankGroups
+from dsparkd.executor.collectives import RankGroups, SwapExpertExchange
+
+if TYPE_CHECKING:
+    from dsparkd.kernels.cuda.peer import PeerWords
 
 CPU = torch.device("cpu")
 LIMIT_S = 20.0
@@ -127,6 +132,101 @@ def test_ranks_on_one_device_swap_its_memory(pair: Pair) -> None:
 
     assert torch.equal(received[0], sent[1])
     assert torch.equal(received[1], sent[0])
+
+
+class NearWords:
+    """Carries up to num_words words, and notes what it was asked for; the others go the far way."""
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words
+        self.calls: list[str] = []
+
+    def begin_step(self) -> None:
+        self.calls.append("begin")
+
+    def swap(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        self.calls.append(f"{sent.numel()} {received.numel()}")
+
+
+@pytest.mark.parametrize(("counts", "words"), [((3, 5), [12, 20]), ((5, 3), [20, 12]), ((0, 5), [0, 20])])
+def test_both_ranks_store_what_fits_into_each_others_memory(counts: tuple[int, int], words: list[int]) -> None:
+    """The larger rank decides, so both go the same way; a step is announced even if nothing of it goes the near one."""
+    for rank in (0, 1):
+        for room, is_near in ((20, True), (19, False)):
+            near, far = NearWords(room), NearWords(0)
+            exchange = SwapExpertExchange(rank, far.swap, cast("PeerWords", near))
+            exchange.begin_step(counts)
+            exchange.gather(torch.zeros(counts[rank], 4))
+            exchange.combine(torch.zeros(sum(counts), 4))
+            expected = [f"{words[rank]} {words[1 - rank]}", f"{words[1 - rank]} {words[rank]}"]
+            assert near.calls == ["begin", *expected] if is_near else ["begin"]
+            assert far.calls == ([] if is_near else expected)
+
+
+def wrong_replays(groups: RankGroups, exchange: SwapExpertExchange, rank: int, count: int) -> int:
+    """Replay a captured step of three layers, its rows changing each time, and count what NCCL brings otherwise."""
+    device, width, most = torch.device("cuda", rank), 2060, 4096
+    rows = torch.randn((count, width), generator=torch.Generator().manual_seed(rank)).to(device)
+    gathered, came = torch.empty((3, 2 * count, width), device=device), torch.empty((3, count, most), device=device)
+
+    def sums(layer: int, rows: torch.Tensor, rank: int) -> torch.Tensor:
+        return (rows + layer).repeat(1, 2)[:, :most] * (rank + 2)
+
+    def step() -> None:
+        rows.add_(1.0)
+        exchange.begin_step((count, count))
+        for layer in range(3):
+            own = exchange.room(width, device)
+            own.copy_(rows + layer)
+            gathered[layer] = exchange.gather(own)
+            came[layer] = exchange.combine(sums(0, gathered[layer], rank))[1 - rank]
+
+    step()
+    torch.cuda.synchronize()
+    graph, wanted, wrong = torch.cuda.CUDAGraph(), torch.empty_like(rows), 0
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for _ in range(250):
+        graph.replay()
+        groups.swap_device(rows, wanted)
+        for layer in range(3):
+            wrong += not torch.equal(gathered[layer, (1 - rank) * count :][:count], wanted + layer)
+            wrong += not torch.equal(came[layer], sums(layer, rows, 1 - rank))
+    graph.reset()
+    return wrong
+
+
+def live_on_one_of_two_devices(rank: int, peer: socket.socket, result: Connection) -> None:
+    """Open a rank, compare, and close it in order."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    groups = RankGroups.open(rank, peer, device, startup_timeout_s=LIMIT_S, timeout_s=LIMIT_S)
+    exchange = groups.expert_exchange()
+    wrong = sum(wrong_replays(groups, exchange, rank, count) for count in (1, 3, 64, 384))
+    groups.barrier(LIMIT_S)
+    del exchange
+    groups.close()
+    result.send(wrong)
+
+
+@pytest.mark.gpu2
+def test_words_stored_into_the_peers_memory_are_those_of_nccl() -> None:
+    """Replayed a thousand times with other words each time, of few and of many rows: to the bit."""
+    context = multiprocessing.get_context("spawn")
+    peers, pipes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), [context.Pipe(False) for _ in range(2)]
+    ranks = [
+        context.Process(target=live_on_one_of_two_devices, args=(rank, peers[rank], pipes[rank][1]))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        assert all(receiving.poll(60) for receiving, _ in pipes)
+        assert [receiving.recv() for receiving, _ in pipes] == [0, 0]
+    finally:
+        for process in ranks:
+            process.join(LIMIT_S)
+            process.kill()
 
 
 def test_a_barrier_that_the_peer_does_not_reach_names_it(pair: Pair) -> None:
