@@ -164,7 +164,7 @@ class Sampler:
         """
         self._apply_rules(logits, samples, words)
         drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
-        best, ids = _best(logits)
+        best, ids = sampling.best(logits)
         # What is not finite must stay visible.
         probs = torch.zeros_like(logits).scatter_(1, ids[:, None], (1.0 + 0.0 * best)[:, None])
         if drawn:
@@ -198,12 +198,12 @@ class Sampler:
         self._apply_rules(logits, samples, words, before)
         drawn = [i for i, sample in enumerate(samples) if sample.sampling.temperature > GREEDY_TEMPERATURE]
         if not drawn:
-            return _best(logits)
+            return sampling.best(logits)
         if len(drawn) == len(samples):
-            return _best(self._noisy(logits, samples))
-        best, ids = _best(logits)
+            return sampling.best(self._noisy(logits, samples))
+        best, ids = sampling.best(logits)
         rows = self._ids(drawn)
-        noisy_best, noisy_ids = _best(self._noisy(logits.index_select(0, rows), [samples[i] for i in drawn]))
+        noisy_best, noisy_ids = sampling.best(self._noisy(logits.index_select(0, rows), [samples[i] for i in drawn]))
         return best.index_copy_(0, rows, noisy_best), ids.index_copy_(0, rows, noisy_ids)
 
     def _penalize(self, logits: Tensor, samples: Sequence[SampleRow], before: Tensor | None) -> None:
@@ -452,12 +452,6 @@ def _known(before: Tensor | None) -> Tensor:
     if before is None:
         raise InvariantError("samples that follow the ids of a step, and no ids")
     return before
-
-
-def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's greatest score and its id, the lowest among equals; NaN wins, so that it is seen."""
-    best = scores.max(dim=-1)
-    return best.values, best.indices
 
 
 def _token_logprob(token_id: int, cells: list[float], top: int) -> TokenLogprob:

@@ -75,3 +75,19 @@ def log_totals(logits: Tensor) -> Tensor:
 
         return triton_sampling.log_totals(logits)
     return logits.logsumexp(dim=-1)
+
+
+def best(scores: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each row's greatest score [R] float32 and its id [R] int64, the lowest among equals.
+
+    scores [R, V] float32, rows may lie apart; added [R, V] float32, contiguous, is first added in place. A row with NaN
+    has no finite best: on cuda it counts as infinity.
+    """
+    if scores.is_cuda:
+        from dsparkd.kernels.cuda import sampling as triton_sampling  # a cpu start imports no triton
+
+        return triton_sampling.best(scores, added)
+    if added is not None:
+        scores += added
+    found = scores.max(dim=-1)
+    return found.values, found.indices

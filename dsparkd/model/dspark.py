@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import CheckpointError
-from dsparkd.kernels import noise
+from dsparkd.kernels import confidence, noise, sampling
 from dsparkd.kernels.attention import WindowKeys
 from dsparkd.kernels.beside import Beside
 from dsparkd.kernels.tiles import ROW_TILE
@@ -131,7 +131,7 @@ class Drafter:
         self._norm = source.float32(f"{last}norm.weight")
         self._markov_in = source.float32(f"{last}markov_head.markov_w1.weight")  # [V, M]
         self._markov_out = WideLinear(source.exact(f"{last}markov_head.markov_w2.weight"))  # M -> V
-        self._confidence = Linear(source.float32(f"{last}confidence_head.proj.weight"))  # D + M -> 1
+        self._confidence = confidence.bind(source.float32(f"{last}confidence_head.proj.weight"))  # D + M -> 1
         self._temperatures = torch.tensor(self.dspark.confidence_temperatures, device=self.device)
         self._rotary = main_rotary(config, self.device)
 
@@ -205,24 +205,21 @@ class Drafter:
         """Rows of a product: the kernels of a device take any number."""
         return count if self.device.type == "cuda" else -(-count // ROW_TILE) * ROW_TILE
 
-    def _choose(self, hidden: Tensor, logits: Tensor, inputs: DraftInputs, sampling: DraftSampling | None) -> Drafts:
+    def _choose(self, hidden: Tensor, logits: Tensor, inputs: DraftInputs, drawing: DraftSampling | None) -> Drafts:
         """Choose draft by draft: each adds its predecessor's bigram bias to its row of base logits, in place."""
         B, G = inputs.num_blocks, self.config.gamma
-        padded = hidden.new_zeros(
-            (self._padded(B), self.config.hidden_size + self.dspark.markov_rank), dtype=torch.float32
-        )
-        ids = torch.empty((B, G), dtype=torch.int64, device=self.device)
-        confidence = torch.empty((B, G), device=self.device)
+        padding = self._padded(B) - B
+        before, chosen = [], []
         previous = inputs.anchor_ids
         for i in range(G):
             markov = self._markov_in.index_select(0, previous)
-            padded[:B, : self.config.hidden_size] = hidden[:, i]
-            padded[:B, self.config.hidden_size :] = markov
-            confidence[:, i] = self._confidence(padded)[:B, 0]
-            logits[:, i] += self._markov_out(padded[:, self.config.hidden_size :].contiguous())[:B]
-            previous = _best(logits[:, i], inputs.positions, i, sampling)
-            ids[:, i] = previous
-        return Drafts(ids, logits, confidence)
+            before.append(markov)
+            rows = torch.nn.functional.pad(markov, (0, 0, 0, padding)) if padding else markov
+            biases = self._markov_out(rows)[:B]
+            previous = _best(logits[:, i], biases, inputs.positions, i, drawing)
+            chosen.append(previous)
+        # All at once: one by one they would wait for their weights as often.
+        return Drafts(torch.stack(chosen, 1), logits, self._confidence(hidden, torch.stack(before)))
 
 
 def require_dspark(config: ModelConfig) -> DSparkConfig:
@@ -254,16 +251,18 @@ class _Rows:
     all_visible: bool
 
 
-def _best(logits: Tensor, anchors: Tensor, i: int, sampling: DraftSampling | None) -> Tensor:
+def _best(logits: Tensor, biases: Tensor, anchors: Tensor, i: int, drawing: DraftSampling | None) -> Tensor:
     """Draw draft i behind anchors at positions [B]: argmax, or argmax of log-probability plus noise; ids [B].
 
-    Coupled: plain decoding draws its token at the draft's position with the same noise, so the two mostly agree.
+    logits [B, V] are added to by biases in place. Coupled: plain decoding draws its token at the draft's position with
+    the same noise, so the two mostly agree.
     """
-    if sampling is None:
-        return logits.max(dim=-1).indices
-    greedy = sampling.temperatures == 0
-    scores = logits - logits.amax(-1, keepdim=True)
-    drawn = scores / torch.where(greedy, 1.0, sampling.temperatures)[:, None]
-    stream = noise.SAMPLING if sampling.is_coupled else noise.DRAFTS + i
-    drawn += noise.gumbel(sampling.seeds, sampling.choices, anchors + i + 1, logits.shape[1], stream)
-    return torch.where(greedy[:, None], scores, drawn).max(dim=-1).indices
+    top, best = sampling.best(logits, biases)
+    if drawing is None:
+        return best
+    greedy = drawing.temperatures == 0
+    scores = logits - top[:, None]
+    scores /= torch.where(greedy, 1.0, drawing.temperatures)[:, None]
+    stream = noise.SAMPLING if drawing.is_coupled else noise.DRAFTS + i
+    scores += noise.gumbel(drawing.seeds, drawing.choices, anchors + i + 1, logits.shape[1], stream)
+    return torch.where(greedy, best, sampling.best(scores)[1])
