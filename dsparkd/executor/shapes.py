@@ -212,6 +212,9 @@ class VerifyShape:
         for row in plan.rows:
             if row.num_logits != len(row.input_ids):
                 raise InvariantError(f"request {row.request_id}: {row.num_logits} logit rows in a graph's decode step")
+            # More would overwrite, in rings, what the first of them reads.
+            if len(row.input_ids) > 1 + self._pool.geometry.gamma:
+                raise InvariantError(f"request {row.request_id}: {len(row.input_ids)} tokens in a graph's decode step")
 
     def _place(self, target: Ints, tokens: Tokens, ring: int) -> None:
         """Each token's ring row; windows are shorter than rings, so all are kept."""
@@ -264,7 +267,7 @@ class VerifyShape:
             num_logits=T,
             attention=AttentionMetadata(
                 blocks=(WindowBlock(0, T, window_sources, first, all_visible=False),),
-                window_store=RingStore(self._tokens, words["window.dst"]),
+                window_store=RingStore(self._tokens, words["window.dst"], early=True),
                 csa=compressed.get(CSA_RATIO),
                 hca=compressed.get(HCA_RATIO),
             ),
@@ -285,7 +288,7 @@ class VerifyShape:
         if ratio.ratio == CSA_RATIO and not is_long:
             most = min(most, self._topk)
         return CompressedMetadata(
-            store=RingStore(self._tokens, part("dst")),
+            store=RingStore(self._tokens, part("dst"), early=True),
             closing=rows.view(-1),
             num_closing=ratio.capacity,
             closing_positions=closing,

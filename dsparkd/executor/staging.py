@@ -250,13 +250,14 @@ class Stager:
         src = np.flatnonzero(position >= tokens.ends[tokens.row[:n]] - ring)
         dst = tokens.slot[src] * ring + position[src] % ring
         in_order = len(src) == len(tokens.position)
+        early = int((tokens.ends - tokens.starts).max(initial=0)) <= 1 + self._geometry.gamma
         if inner is not None and len(inner.positions):
             which, before = ranges(inner.positions - num_before, inner.positions)
             row = inner.rows[which]
             src = np.concatenate((src, tokens.offsets[row] + before - tokens.starts[row]))
             dst = np.concatenate((dst, inner.slots[which] * ring + before % ring))
-            in_order = False
-        return RingStore(self._tensor(src), self._tensor(dst), in_order)
+            in_order = early = False
+        return RingStore(self._tensor(src), self._tensor(dst), in_order, early)
 
     def _tensor(self, array: Ints) -> Tensor:
         return upload(array, self._device)

@@ -55,6 +55,15 @@ class EntryKeys:
     rows: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KeptKeys:
+    """Where keys are stored as they are made: rows dst [K] int64 of ring [*, d], of tokens 0..K-1; -1 of padding, on
+    cuda."""
+
+    ring: Tensor
+    dst: Tensor
+
+
 class AttentionKernel(Protocol):
     """What `bind` returns."""
 
@@ -68,7 +77,13 @@ class AttentionKernel(Protocol):
         """Rows [M, w] by sources [M] int64: ring[source], or chunk[-1 - source] where that is negative."""
 
     def heads(
-        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+        self,
+        query: Tensor,
+        latent: Tensor,
+        norms: Tensor,
+        rotation: Rotation,
+        eps: float,
+        kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Norm and rotate: query [T, H * d], latent [T, d], norms [H + 1, d] -> queries [T, H, d], keys [T, d].
 
@@ -115,14 +130,22 @@ class TorchAttention:
         return torch.where(sources[:, None] >= 0, old, new)
 
     def heads(
-        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+        self,
+        query: Tensor,
+        latent: Tensor,
+        norms: Tensor,
+        rotation: Rotation,
+        eps: float,
+        kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See AttentionKernel."""
         num_heads = norms.shape[0] - 1
         heads = torch.cat((query, latent), 1).view(query.shape[0], num_heads + 1, -1).float()
         normed = (heads * heads.square().mean(-1, keepdim=True).add_(eps).rsqrt_()).mul_(norms)
         rotated = rotate_(normed.to(query.dtype), rotation)
-        return rotated[:, :num_heads], rotated[:, num_heads].contiguous()
+        keys = rotated[:, num_heads].contiguous()
+        _keep(keys, kept)
+        return rotated[:, :num_heads], keys
 
     def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
         """See AttentionKernel."""
@@ -195,7 +218,13 @@ class CpuAttention:
         return rows
 
     def heads(
-        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+        self,
+        query: Tensor,
+        latent: Tensor,
+        norms: Tensor,
+        rotation: Rotation,
+        eps: float,
+        kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See AttentionKernel."""
         T, H, d = query.shape[0], norms.shape[0] - 1, norms.shape[1]
@@ -216,6 +245,7 @@ class CpuAttention:
             floats(queries),
             floats(keys),
         )
+        _keep(keys, kept)
         return queries, keys
 
     def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
@@ -262,3 +292,9 @@ class CpuAttention:
         )
         if failed:
             raise FatalError("out of memory in the attention of a forward pass")
+
+
+def _keep(keys: Tensor, kept: KeptKeys | None) -> None:
+    """Store keys [T, d] where they are kept."""
+    if kept is not None:
+        kept.ring.index_copy_(0, kept.dst, keys[: kept.dst.shape[0]])

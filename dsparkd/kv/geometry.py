@@ -19,7 +19,8 @@ class KVGeometry:
     """Dimensions of the per-sequence state of one model.
 
     Widths are in elements, `kv_bytes` is the size of one window or compressed element. `gamma` is the drafter's
-    block size, 0 without a drafter: rings keep that many more rows, so that rejected rows overwrite nothing needed.
+    block size, 0 without a drafter: rings keep that many more rows, so that rejected rows overwrite nothing needed, and
+    a step of up to 1 + gamma tokens a row may store its rows before it reads the ring.
     num_draft_stages: stages whose context keys are kept, 0 where nothing is drafted.
     is_packed: window, entries and indexer keys are rows of the official encoding (kernels/row_layout.py), whose last
     rotary_dim columns are kept as they are; a drafter's keys are not. Raises ConfigError where it has no such rows.
@@ -53,18 +54,18 @@ class KVGeometry:
 
     @property
     def window_ring_rows(self) -> int:
-        """Window rows kept a sequence: rows are read before the chunk's are stored, so window - 1 + gamma suffice."""
-        return self.window - 1 + max(self.gamma, 1)
+        """Window rows kept a sequence: a token's window, and the step's rows behind it."""
+        return self.window + self.gamma
 
     @property
     def csa_ring_rows(self) -> int:
         """Compressor rows kept a sequence in a CSA layer: two windows of 4."""
-        return 2 * CSA_RATIO - 1 + max(self.gamma, 1)
+        return 2 * CSA_RATIO + self.gamma
 
     @property
     def hca_ring_rows(self) -> int:
         """Compressor rows kept a sequence in an HCA layer."""
-        return HCA_RATIO - 1 + max(self.gamma, 1)
+        return HCA_RATIO + self.gamma
 
     @property
     def draft_ring_rows(self) -> int:

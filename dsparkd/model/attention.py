@@ -17,7 +17,7 @@ from torch import Tensor
 from dsparkd.kernels import attention as kernel
 from dsparkd.kernels import packed, rotary
 from dsparkd.kernels import rows as kept
-from dsparkd.kernels.attention import EntryKeys, WindowKeys
+from dsparkd.kernels.attention import EntryKeys, KeptKeys, WindowKeys
 from dsparkd.kernels.beside import Beside, in_line
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
@@ -92,12 +92,12 @@ class Projections:
         """Compile at start for plain ring and pages, or for packed ones."""
         self.kernel.prepare(*self._sizes, self._like, kept)
 
-    def project(self, x: Tensor, rotation: Rotation) -> Projected:
-        """x [T, D], normed; T is a multiple of ROW_TILE."""
+    def project(self, x: Tensor, rotation: Rotation, kept: KeptKeys | None = None) -> Projected:
+        """x [T, D], normed; T is a multiple of ROW_TILE on the cpu. kept: where keys are stored as they are made."""
         low = self._w_in(x)
         residual = rms_norm(low[:, : self._q_rank], self._q_norm, self._eps)
         queries, keys = self.kernel.heads(
-            self._wq_b(residual), low[:, self._q_rank :], self._norms, rotation, self._eps
+            self._wq_b(residual), low[:, self._q_rank :], self._norms, rotation, self._eps, kept
         )
         return Projected(queries, keys, residual)
 
@@ -163,12 +163,17 @@ class Attention:
     def forward(self, x: Tensor, inputs: ForwardInputs, rotations: Rotations, pool: KVPool) -> Tensor:
         """x [T, D], normed -> [T, D]; stores the chunk's state into the pool."""
         compressed = self._beside(lambda: self._compress(x, inputs, rotations, pool)) if self.ratio else None
-        projected = self._projections.project(x, rotations.forward)
+        ring, store = pool.window[self._layer], inputs.attention.window_store
+        # Packed rows have a kernel of their own, which follows when the step's queries have read them.
+        early = KeptKeys(ring, store.dst) if store.early and not packed.is_packed(ring) else None
+        projected = self._projections.project(x, rotations.forward, early)
         entries = None
         if compressed is not None:
             entries = self._entries(x, projected.residual, inputs, rotations, pool)
             compressed()  # entries come before any query gathers them
         mixed = self._attend(projected, entries, inputs, rotations.inverse, pool)
+        if early is not None:
+            return self._projections.output(mixed)
         # Only now: storing the chunk overwrites rows that its first tokens still needed.
         stored = self._beside(lambda: self._store(projected.keys, inputs, pool))
         output = self._projections.output(mixed)
@@ -179,11 +184,9 @@ class Attention:
         """Store the chunk's rows and the entries that it closes; returns the rows."""
         assert self._compressor is not None
         metadata, ring, slots, keys = self._storage(inputs.attention, pool)
-        rows = self._compressor.project(x, inputs.positions)
-        if metadata.num_closing:
-            pages = (slots,) if keys is None else (slots, keys)
-            self._compressor.close(rows, ring, metadata, rotations.closing(metadata), pages)
-        kept.store(ring, metadata.store.dst, rows, metadata.store.src)
+        rows = self._compressor.project(x)
+        rotation = rotations.closing(metadata) if metadata.num_closing else None
+        self._compressor.keep(rows, ring, metadata, rotation, (slots,) if keys is None else (slots, keys))
         return rows
 
     def _entries(

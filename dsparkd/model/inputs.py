@@ -24,11 +24,16 @@ def nowhere(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RingStore:
-    """Tokens whose rows stay in a ring: src [K] token, dst [K] flat ring row. in_order: src is 0..T-1, padding too."""
+    """Tokens whose rows stay in a ring: src [K] token, dst [K] flat ring row. in_order: src is 0..T-1, padding too.
+
+    early: they may be stored before any token of the step reads the ring: no row of the plan has more than 1 + gamma
+    tokens. src is 0..K-1 then.
+    """
 
     src: Tensor
     dst: Tensor
     in_order: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,8 @@ BROKEN: dict[str, Callable[[], tuple[PlanRow, ...]]] = {
     "1 logit rows": lambda: (row(1, 9, 2, num_logits=1),),
     "1 pages do not cover 129 tokens": lambda: (row(1, 127, 2, page_table=(1,)),),
     "a row at slot 0": lambda: (row(0, 9),),
-    "5 entries of 4 tokens": lambda: (row(1, 9, 16), row(2, 9, 4)),
+    "3 entries of 4 tokens": lambda: (row(1, 10, 6), row(2, 9, 6)),
+    "7 tokens in a graph's decode step": lambda: (row(1, 9, 7),),
 }
 
 
@@ -226,7 +227,7 @@ def test_a_plan_that_a_shape_does_not_hold_is_refused_before_anything_is_sent(re
     """T-02, P-07: each bound broken by one; the words on the device stay."""
     shape = make_shape(16 if "entries" not in reason else 32, ShapeLimits(MAX_ROWS, PAGES, 1 + GAMMA))
     if "entries" in reason:
-        shape = make_shape(32, ShapeLimits(2, PAGES, 6))
+        shape = make_shape(32, ShapeLimits(2, PAGES, 1))
     before = {name: words.clone() for name, words in shape.feed.tensors.items()}
 
     with pytest.raises(InvariantError, match=reason):

@@ -1,4 +1,4 @@
-"""Rows that are kept: stores into rings, and the bias by phase."""
+"""Rows that are kept: stores into rings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ def cases(device: torch.device, scale: Scale) -> Iterator[Case]:
     """Keys of a window, and compressor rows of both kinds, at a decode step and at a prefill."""
     if scale is Scale.SMALL:
         yield _store(6, 40, torch.bfloat16, device)
-        yield _phase(6, 40, 4, device)
         return
     for tokens in (384, 8192):
         yield _store(tokens, 512, torch.bfloat16, device)
-        for width, period in ((2560, 4), (1024, 128)):
+        for width in (2560, 1024):
             yield _store(tokens, width, torch.float32, device)
-            yield _phase(tokens, width, period, device)
 
 
 def _store(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -55,29 +53,4 @@ def _store(tokens: int, width: int, dtype: torch.dtype, device: torch.device) ->
         tolerance=0,
         floor_bytes=2 * stored * width * rows.itemsize,
         timed=lambda: kernel.store(kept, dst, rows, src),
-    )
-
-
-def _phase(tokens: int, width: int, period: int, device: torch.device) -> Case:
-    rows, bias = random_floats(device, tokens, width, seed=1), random_floats(device, period, width // 2, seed=2)
-    positions = torch.arange(1000, 1000 + tokens, device=device)
-    worn = rows.clone()
-
-    def run(part: slice) -> Tensor:
-        own = rows[part].clone()
-        kernel.add_by_phase(own, bias, positions[part])
-        return own
-
-    def reference(part: slice) -> Tensor:
-        return rows[part] + torch.cat((torch.zeros_like(bias), bias), 1)[positions[part] % period]
-
-    return Case(
-        name="rows.add_by_phase",
-        shape=f"{tokens} x {width}, period {period}",
-        num_rows=tokens,
-        run=run,
-        reference=reference,
-        tolerance=0,
-        floor_bytes=4 * tokens * width,
-        timed=lambda: kernel.add_by_phase(worn, bias, positions),
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsparkd.kernels import packed as torch_form
 from dsparkd.kernels.cuda import packed as kernel
-from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
+from dsparkd.kernels.cuda.compressor import Closing, Part, Rows, close_entries
 from dsparkd.kernels.cuda.indexer import score
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.row_layout import INDEX_GROUP, index_key_bytes, key_bytes
@@ -159,6 +159,7 @@ def _closing(num_entries: int, span: int, width: int, key_width: int, rotary: in
     half way between two codes may go either way."""
     row = (4 if key_width else 2) * (width + key_width)
     ring, rows = random_floats(device, 4096, row, seed=1), random_floats(device, 8, row, seed=2)
+    made_of = Rows(rows, ring, random_floats(device, span // (2 if key_width else 1), row // 2, seed=6))
     sources = torch.randint(1, 4096, (num_entries, span), generator=torch.Generator().manual_seed(3)).to(device)
     rotation = random_rotation(device, num_entries, rotary)
     norm, key_norm = 1 + 0.2 * random_floats(device, width, seed=4), 1 + 0.2 * random_floats(device, width, seed=5)
@@ -176,7 +177,7 @@ def _closing(num_entries: int, span: int, width: int, key_width: int, rotary: in
         places = torch.arange(part.stop - part.start, device=device)
         closing = Closing(sources[part].view(-1), places, rotation.rows(part))
         second = Part(key_norm[:key_width], keys, torch.bfloat16) if key_width else None
-        close_entries(rows, ring, closing, EPS, Part(norm, pages, torch.bfloat16), second)
+        close_entries(made_of, closing, EPS, Part(norm, pages, torch.bfloat16), second)
 
     def run(part: slice) -> Tensor:
         n = part.stop - part.start

@@ -19,22 +19,24 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
-from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
+from dsparkd.kernels.attention import EntryKeys, KeptKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda.attention_few import FEW_TOKENS, attend_few
 from dsparkd.kernels.cuda.attention_many import attend_many
 from dsparkd.kernels.cuda.attention_tile import (
     SUMS,
     Keys,
     Tile,
+    angles_of,
     entry_keys,
     is_wide,
     keys_of,
     logits_of,
     rotate_pairs,
     take,
+    turn_pairs,
     window_keys,
 )
-from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, follow, follow_alone
+from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, constant, follow, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.packed import is_packed
@@ -69,18 +71,28 @@ class TritonAttention:
             slots = zeros[: n * 2 * PART].view(n, -1)[:, : count_tiles(count, PART) * PART]
             entries = EntryKeys(rows, slots, zeros[:n] + count)
             self.attend(queries, window, entries, sink, Rotation(angles[:n], angles[:n]), torch.empty_like(queries))
+        query, latent = like.new_zeros((1, heads * width)), like.new_zeros((1, 2 * width))[:, width:]
+        norms, ring = like.new_zeros((heads + 1, width), dtype=torch.float32), like.new_zeros((1, width))
+        for kept_keys in (None, KeptKeys(ring, zeros[:1])):
+            self.heads(query, latent, norms, Rotation(angles[:1], angles[:1]), 1.0, kept_keys)
 
     def gather(self, ring: Tensor, chunk: Tensor, sources: Tensor) -> Tensor:
         """See AttentionKernel."""
         return TorchAttention().gather(ring, chunk, sources)
 
     def heads(
-        self, query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float
+        self,
+        query: Tensor,
+        latent: Tensor,
+        norms: Tensor,
+        rotation: Rotation,
+        eps: float,
+        kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See AttentionKernel. The queries lie in query's own storage."""
         T, H, d = query.shape[0], norms.shape[0] - 1, norms.shape[1]
         queries, keys = query.view(T, H, d), query.new_empty((T, d))
-        norm_and_rotate(query, latent, norms, rotation, eps, queries, keys)
+        norm_and_rotate(query, latent, norms, rotation, eps, queries, keys, kept)
         return queries, keys
 
     def see(self, entries: Tensor, visible: Visible) -> EntryKeys:
@@ -198,10 +210,18 @@ def _attend_parts(
 
 
 def norm_and_rotate(
-    query: Tensor, latent: Tensor, norms: Tensor, rotation: Rotation, eps: float, queries: Tensor, keys: Tensor
+    query: Tensor,
+    latent: Tensor,
+    norms: Tensor,
+    rotation: Rotation,
+    eps: float,
+    queries: Tensor,
+    keys: Tensor,
+    kept: KeptKeys | None = None,
 ) -> None:
     """Norm, weigh and rotate query [T, H * d] into queries [T, H, d], and latent [T, d], rows apart, into keys [T, d].
 
+    kept: where keys are stored as well; a place behind its ring stops the device.
     norms [H + 1, d] float32, the latent's last. queries may be query itself: each vector is loaded whole before its
     first store. Raises InvariantError where they overlap in part.
     """
@@ -211,6 +231,10 @@ def norm_and_rotate(
     distance = abs(query.data_ptr() - queries.data_ptr())
     if 0 < distance < query.numel() * query.itemsize:
         raise InvariantError(f"norm and rotary of queries: input and output overlap, {distance} bytes apart")
+    # Where nothing is kept, their pointers are not read.
+    ring, dst = (keys, keys) if kept is None else (kept.ring, kept.dst)
+    assert ring.is_contiguous()
+    assert dst.shape[0] <= T
     _norm_and_rotate[(T, count_tiles(H + 1, HEAD_ROWS))](
         query,
         latent,
@@ -220,7 +244,12 @@ def norm_and_rotate(
         rotation.sin,
         queries,
         keys,
+        ring,
+        dst,
+        dst.shape[0],
+        ring.shape[0],
         eps,
+        KEPT=kept is not None,
         H=H,
         D=d,
         R=rotation.cos.shape[-1],
@@ -228,6 +257,7 @@ def norm_and_rotate(
         BLOCK_D=power_of_two(d),
         num_warps=4,
         launch_pdl=EARLY,
+        sanitize_overflow=False,
     )
 
 
@@ -363,7 +393,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
         tl.store(output + (t * H + h)[:, None] * D + c[None, :], mixed.to(output.dtype.element_ty), mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["num_stores", "num_kept"])  # type: ignore[untyped-decorator]
 def _norm_and_rotate(  # type: ignore[no-untyped-def]
     query,  # [T, H, d]
     latent,  # [T, d], rows latent_stride apart
@@ -373,23 +403,38 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     sin,  # [T, 1, r]
     queries,  # [T, H, d]
     keys,  # [T, d]
+    ring,  # [num_kept, d]
+    dst,  # [num_stores] int64
+    num_stores,
+    num_kept,
     eps,
+    KEPT: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    follow()
-    t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_D)
     real = (h <= H)[:, None] & (c < D)[None, :]
+    weight = constant(norms + h[:, None] * D + c[None, :], real)
+    follow()
+    t = tl.program_id(0).to(tl.int64)
     is_query = h < H
     source = tl.where(is_query, query + (t * H + h) * D, latent + t * latent_stride)
     target = tl.where(is_query, queries + (t * H + h) * D, keys + t * D)
     x = tl.load(source[:, None] + c[None, :], mask=real, other=0.0).to(tl.float32)
+    # Loads behind a sum would begin when that is done.
+    pair_cos, pair_sin = angles_of(cos, sin, t, D, R, BLOCK_D)
     inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-    weight = tl.load(norms + h[:, None] * D + c[None, :], mask=real, other=0.0)
-    x = rotate_pairs(x * inverse_rms[:, None] * weight, cos, sin, t, D, R, BLOCK_H, BLOCK_D)
-    tl.store(target[:, None] + c[None, :], x.to(queries.dtype.element_ty), mask=real)
+    x = turn_pairs(x * inverse_rms[:, None] * weight, pair_cos, pair_sin, BLOCK_H, BLOCK_D)
+    x = x.to(queries.dtype.element_ty)
+    tl.store(target[:, None] + c[None, :], x, mask=real)
+    if KEPT:  # noqa: SIM102 - this one is decided when the kernel is compiled
+        if (tl.program_id(1) == H // BLOCK_H) & (t < num_stores):
+            place = tl.load(dst + t)
+            tl.device_assert(place < num_kept, "attention.norm_and_rotate: a key is kept behind its ring")
+            if (place >= 0) & (place < num_kept):
+                own = (ring + place * D) + tl.zeros_like(h)[:, None] + c[None, :]
+                tl.store(own, x, mask=(h == H)[:, None] & (c < D)[None, :])

@@ -108,12 +108,25 @@ def keys_of(window: WindowKeys, entries: EntryKeys | None, width: int, rotary: i
 def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
     """Rotate the last R of D columns by token t's angles; elsewhere cos 1 and sin 0. x [ROWS, BLOCK_D] float32 is those
     from `first` on."""
-    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_D // 2, 2]))
+    c, s = angles_of(cos, sin, t, D, R, BLOCK_D, first)
+    return turn_pairs(x, c, s, ROWS, BLOCK_D)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def angles_of(cos, sin, t, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
+    """Cosines and sines [BLOCK_D / 2] of token t's pairs from column `first` on."""
     column = first + 2 * tl.arange(0, BLOCK_D // 2)
     turned = (column >= D - R) & (column < D)
     at = t * R + column - (D - R)
-    c = tl.load(cos + at, mask=turned, other=1.0)[None, :]
-    s = tl.load(sin + at + 1, mask=turned, other=0.0)[None, :]  # the odd one has the plain sign
+    # The odd one has the plain sign.
+    return tl.load(cos + at, mask=turned, other=1.0), tl.load(sin + at + 1, mask=turned, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def turn_pairs(x, c, s, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotate pairs of x [ROWS, BLOCK_D] float32 by angles of cosines c and sines s [BLOCK_D / 2]."""
+    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_D // 2, 2]))
+    c, s = c[None, :], s[None, :]
     return tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), [ROWS, BLOCK_D])
 
 

@@ -1,9 +1,10 @@
 """Mixing of the compressed entries that close in a step: Triton form, for cuda.
 
 One program makes one entry, or one indexer key: it takes the rows of its window where they lie, mixes them channel by
-channel, norms, rotates and stores the result in its page. Rows are taken in tiles of a fixed size, oldest first.
+channel, norms, rotates and stores the result in its page. Rows are taken in tiles of a fixed size, oldest first. Others
+copy the step's rows into the ring meanwhile, where it is long enough for that.
 
-Letters: T tokens, N closing entries, c channels (d main + i indexer), w row width, r rotary width.
+Letters: T tokens, N closing entries, c channels (d main + i indexer), w row width, r rotary width, K stored rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,22 @@ from dsparkd.kernels.row_layout import scales_at
 from dsparkd.kernels.tiles import power_of_two
 
 BLOCK_ROWS = 16  # rows of a window that are mixed at once
-STAGES = 4  # of such rows: places are loaded two ahead, and rows one
+STAGES = 3  # of such rows: places are loaded ahead, and then rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one compressor's entries are made of.
+
+    step [T, w], ring [*, w] float32: values, then gates. bias [period, w / 2] float32: of the gates, by a token's place
+    in its window. dst [K] int64: where in the ring the step's first K rows are stored, -1 for padding; None where that
+    must wait for the entries.
+    """
+
+    step: Tensor
+    ring: Tensor
+    bias: Tensor
+    dst: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +70,33 @@ class Part:
     dtype: torch.dtype | None = None
 
 
-def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entries: Part, keys: Part | None) -> None:
-    """Store the entries that close, and with keys those of the indexer.
+def close_entries(rows: Rows, closing: Closing, eps: float, entries: Part, keys: Part | None) -> None:
+    """Store the entries that close, with keys those of the indexer, and the rows that are stored already.
 
-    rows [T, w], ring [*, w] float32: values, then gates. With keys (CSA) each is [A main, A index, B main, B index] of
-    a token; an entry mixes the A halves of the window before its own and the B halves of its own.
+    With keys (CSA) each row's half is [A main, A index, B main, B index] of a token; an entry mixes the A halves of the
+    window before its own and the B halves of its own.
     """
     num_entries, width = closing.places.shape[0], entries.norm.shape[0]
     span = closing.sources.shape[0] // num_entries
-    other = entries if keys is None else keys
+    other, parts = (entries, 1) if keys is None else (keys, 2)
     key_width = 0 if keys is None else other.norm.shape[0]
     rotary, packed = closing.rotation.cos.shape[-1], is_packed(entries.pages)
     dtype = entries.dtype if packed else entries.pages.dtype
-    _close[(num_entries, 1 if keys is None else 2)](
-        rows,
-        ring,
+    row_width = rows.step.shape[1]
+    dst, num_stores = (closing.places, 0) if rows.dst is None else (rows.dst, rows.dst.shape[0])
+    assert rows.ring.is_contiguous()
+    assert rows.step.is_contiguous()
+    assert num_stores <= rows.step.shape[0]
+    assert rows.bias.shape == (span // parts, row_width // 2)
+    _close[(num_entries * parts + num_stores,)](
+        rows.step,
+        rows.ring,
+        rows.bias,
+        dst,
+        rows.ring.shape[0],
         closing.sources,
         closing.places,
+        num_entries,
         entries.norm,
         other.norm,
         closing.rotation.cos,
@@ -82,7 +108,7 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         eps,
         WIDTH=width,
         KEY_WIDTH=key_width,
-        ROW=rows.shape[1],
+        ROW=row_width,
         SPAN=span,
         R=rotary,
         B=entries.pages.shape[1] if packed else 0,
@@ -92,6 +118,7 @@ def close_entries(rows: Tensor, ring: Tensor, closing: Closing, eps: float, entr
         BLOCK_ROWS=min(BLOCK_ROWS, span),
         STAGES=STAGES if span > BLOCK_ROWS else 1,
         BLOCK_D=(block_of if packed else power_of_two)(max(width, key_width)),
+        BLOCK_W=power_of_two(row_width),
         num_warps=8,
         launch_pdl=EARLY,
         sanitize_overflow=False,
@@ -110,22 +137,28 @@ def prepare(
     first step, and no step shall wait for a compiler. pages: rows of entries and keys, where these are packed."""
     width = norm.shape[0]
     channels = width if key_norm is None else width + key_norm.shape[0]
-    rows = norm.new_zeros((1, channels * (2 if key_norm is None else 4)))
+    parts = 1 if key_norm is None else 2
+    row = norm.new_zeros((1, channels * 2 * parts))
+    rows = Rows(row, torch.zeros_like(row), norm.new_zeros((span // parts, channels * parts)))
     sources, angles = torch.ones(span, dtype=torch.int64, device=norm.device), norm.new_zeros((1, 1, rotary))
     closing = Closing(-sources, sources[:1] - 1, Rotation(angles, angles))
     if pages is None:
         pages = tuple(norm.new_zeros((1, columns), dtype=dtype) for columns in (width, channels - width))
     kept = [torch.zeros_like(one[:1]) for one in pages]
     keys = None if key_norm is None else Part(key_norm, kept[1], dtype)
-    close_entries(rows, rows, closing, 1.0, Part(norm, kept[0], dtype), keys)
+    close_entries(rows, closing, 1.0, Part(norm, kept[0], dtype), keys)
 
 
-@triton.jit(debug=True, do_not_specialize=["num_kept"])  # type: ignore[untyped-decorator]
+@triton.jit(debug=True, do_not_specialize=["num_rows", "num_entries", "num_kept"])  # type: ignore[untyped-decorator]
 def _close(  # type: ignore[no-untyped-def]
     rows,  # [T, w]
-    ring,  # [*, w]
+    ring,  # [num_rows, w]
+    bias,  # [period, w / 2]
+    dst,  # [K]
+    num_rows,
     sources,  # [N, SPAN]
     places,  # [N]
+    num_entries,  # N
     norm,  # [WIDTH]
     key_norm,  # [KEY_WIDTH]
     cos,  # [N, 1, r]
@@ -147,34 +180,51 @@ def _close(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     follow_alone()
-    n = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = 2 if KEY_WIDTH > 0 else 1
+    program = tl.program_id(0)
+    n = (program // PARTS).to(tl.int64)
+    if n >= num_entries:
+        _store_row(rows, ring, dst, (program - num_entries * PARTS).to(tl.int64), num_rows, ROW, BLOCK_W)
+        return
     place = tl.load(places + n)
     tl.device_assert(place < num_kept, "compressor.close_entries: an entry is kept behind its pages")
     # Padding of a captured shape: most steps close fewer entries than it has room for.
     if (place < 0) | (place >= num_kept):
         return
-    if tl.program_id(1) == 0:
+    if program % PARTS == 0:
         _close_part(
-            rows, ring, sources, places, norm, cos, sin, pages, tails, eps, n,
+            rows, ring, bias, sources, places, norm, cos, sin, pages, tails, eps, n,
             0, WIDTH, WIDTH + KEY_WIDTH, KEY_WIDTH > 0, ROW, SPAN, R, B, SCALES, DTYPE, BLOCK_ROWS, STAGES, BLOCK_D,
         )  # fmt: skip
     elif KEY_WIDTH > 0:
         _close_part(
-            rows, ring, sources, places, key_norm, cos, sin, key_pages, tails, eps, n,
+            rows, ring, bias, sources, places, key_norm, cos, sin, key_pages, tails, eps, n,
             WIDTH, KEY_WIDTH, WIDTH + KEY_WIDTH, True, ROW, SPAN, R, KEY_B, 0, DTYPE, BLOCK_ROWS, STAGES, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _store_row(rows, ring, dst, k, num_rows, ROW: tl.constexpr, BLOCK_W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keep row k of the step: no entry that closes in it reads what lay there."""
+    place = tl.load(dst + k)
+    tl.device_assert(place < num_rows, "compressor.close_entries: a row is kept behind its ring")
+    if (place >= 0) & (place < num_rows):
+        c = tl.arange(0, BLOCK_W)
+        tl.store(ring + place * ROW + c, tl.load(rows + k * ROW + c, mask=c < ROW), mask=c < ROW)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _close_part(  # type: ignore[no-untyped-def]
-    rows, ring, sources, places, norm, cos, sin, pages, tails, eps, n,
+    rows, ring, bias, sources, places, norm, cos, sin, pages, tails, eps, n,
     FIRST: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr, ROW: tl.constexpr,
     SPAN: tl.constexpr, R: tl.constexpr, B: tl.constexpr, SCALES: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Make entry n of channels FIRST .. FIRST + D."""
+    PERIOD: tl.constexpr = SPAN // 2 if OVERLAP else SPAN
     c = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_D], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_D], tl.float32)
@@ -191,6 +241,8 @@ def _close_part(  # type: ignore[no-untyped-def]
             live = live & ((source != 0) | (k >= SPAN // 2))[:, None]
         values = tl.load(row[:, None] + column, mask=live, other=0.0)
         gates = tl.load(row[:, None] + ROW // 2 + column, mask=live, other=float("-inf"))
+        phase = k % PERIOD  # an entry's windows begin at whole ones
+        gates += tl.load(bias + phase[:, None] * (ROW // 2) + column, mask=live, other=0.0)
         gates = tl.where((c < D)[None, :], gates, 0.0)  # past the width anything finite
         new_top = tl.maximum(top, tl.max(gates, 0))
         shares = tl.exp(gates - new_top[None, :])

@@ -38,18 +38,6 @@ def store(ring: Tensor, dst: Tensor, rows: Tensor, src: Tensor) -> None:
         )
 
 
-def add_by_phase(rows: Tensor, bias: Tensor, positions: Tensor) -> None:
-    """See kernels/rows.py."""
-    T, width = rows.shape
-    period, half = bias.shape
-    assert rows.is_contiguous()
-    assert width == 2 * half
-    block = min(BLOCK, power_of_two(half))
-    _add_by_phase[(T, count_tiles(half, block))](
-        rows, bias, positions, PERIOD=period, HALF=half, BLOCK=block, launch_pdl=EARLY
-    )
-
-
 @triton.jit(debug=True, do_not_specialize=["num_kept", "num_rows"])  # type: ignore[untyped-decorator]
 def _store(ring, dst, rows, src, num_kept, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     follow()
@@ -62,14 +50,3 @@ def _store(ring, dst, rows, src, num_kept, num_rows, WIDTH: tl.constexpr, BLOCK:
     if (place >= 0) & fits:
         row = tl.load(rows + source * WIDTH + c, mask=c < WIDTH)
         tl.store(ring + place * WIDTH + c, row, mask=c < WIDTH)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_by_phase(rows, bias, positions, PERIOD: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    follow()
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own = rows + (2 * t + 1) * HALF + c
-    phase = tl.load(positions + t) % PERIOD
-    total = tl.load(own, mask=c < HALF) + tl.load(bias + phase * HALF + c, mask=c < HALF)
-    tl.store(own, total, mask=c < HALF)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
+from dsparkd.kernels.attention import KeptKeys
+from dsparkd.kernels.cuda.attention import norm_and_rotate
+from dsparkd.kernels.cuda.compressor import Closing, Part, Rows, close_entries
 from dsparkd.kernels.cuda.experts import _lay_out_kernel
 from dsparkd.kernels.cuda.indexer import keep_best
 from dsparkd.kernels.cuda.packed import store as store_packed
@@ -60,11 +62,19 @@ def packed_store(on: Stage, place: int, source: int = 1) -> None:
     store_packed(ring, on(torch.tensor([place])), on(torch.zeros(3, 96)), on(torch.tensor([source])), 32)
 
 
-def close(on: Stage, place: int) -> None:
+def close(on: Stage, place: int, row: int = -1) -> None:
     pages, keys = on.around(5, 32, torch.float32), on.around(5, 16, torch.float32)
-    rows, angles = on(torch.zeros(4, 4 * 48)), on(torch.zeros(1, 1, 8))
+    step, ring, angles = on(torch.zeros(4, 4 * 48)), on.around(5, 4 * 48, torch.float32), on(torch.zeros(1, 1, 8))
+    rows = Rows(step, ring, on(torch.zeros(4, 2 * 48)), on(torch.tensor([row])))
     closing = Closing(on(torch.ones(8, dtype=torch.int64)), on(torch.tensor([place])), Rotation(angles, angles))
-    close_entries(rows, rows, closing, 1e-6, Part(on(torch.ones(32)), pages), Part(on(torch.ones(16)), keys))
+    close_entries(rows, closing, 1e-6, Part(on(torch.ones(32)), pages), Part(on(torch.ones(16)), keys))
+
+
+def keep_key(on: Stage, place: int) -> None:
+    ring, angles = on.around(5, 32, torch.float32), on(torch.zeros(2, 1, 8))
+    query, latent, norms = on(torch.zeros(2, 96)), on(torch.zeros(2, 32)), on(torch.ones(4, 32))
+    kept, keys = KeptKeys(ring, on(torch.tensor([-1, place]))), on(torch.zeros(2, 32))
+    norm_and_rotate(query, latent, norms, Rotation(angles, angles), 1e-6, query.view(2, 3, 32), keys, kept)
 
 
 def lay_out(on: Stage, num_tiles: int) -> None:
@@ -91,6 +101,8 @@ FAULTS: dict[str, Callable[[Stage], None]] = {
     "packed.store": lambda on: packed_store(on, 6),
     "packed.store of no row": lambda on: packed_store(on, 2, -1),
     "compressor.close_entries": lambda on: close(on, 5),
+    "compressor.close_entries of a row": lambda on: close(on, 2, 5),
+    "attention.norm_and_rotate": lambda on: keep_key(on, 5),
     "experts.lay_out": lambda on: lay_out(on, 2),
 }
 
@@ -132,7 +144,7 @@ def test_a_choice_is_bounded_by_its_room() -> None:
 @INTERPRETED
 def test_places_inside_are_written() -> None:
     """The control: the last row is inside, and -1 is padding, which is nobody's."""
-    for work in (rows_store, packed_store, close):
+    for work in (rows_store, packed_store, close, keep_key):
         on = Stage(pinned=False)
         work(on, 4)
         assert not on.intact()

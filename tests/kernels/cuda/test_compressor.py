@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries, prepare
+from dsparkd.kernels.cuda.compressor import Closing, Part, Rows, close_entries, prepare
 from dsparkd.kernels.rotary import Rotation
 from tests.kernels.cuda.values import DTYPES, close, noise
 
@@ -32,6 +32,7 @@ class Case:
         if overlap:
             self.sources[0, :4] = 0
             self.ring[0] = torch.nan  # what does not exist must not matter
+        self.bias = noise(4 if overlap else 128, width // 2, seed=5)
         self.places, self.rotation = torch.tensor([5, 9, 2]), rotation_of(N)
         self.norms = [1 + 0.2 * noise(w, seed=4) for w in (D, I)]
 
@@ -43,7 +44,8 @@ class Case:
         closing = Closing(moved(self.sources[part].reshape(-1)), moved(self.places[part]), rotation)
         pages = [torch.full((12, w), torch.nan, dtype=self.dtype, device=device) for w in (D, I)]
         entries, keys = (Part(moved(norm), page) for norm, page in zip(self.norms, pages, strict=True))
-        close_entries(moved(self.rows), moved(self.ring), closing, EPS, entries, keys if self.overlap else None)
+        made_of = Rows(moved(self.rows), moved(self.ring), moved(self.bias))
+        close_entries(made_of, closing, EPS, entries, keys if self.overlap else None)
         return [page.cpu() for page in pages]
 
     def expected(self, n: int) -> list[Tensor]:
@@ -55,7 +57,8 @@ class Case:
             row = (self.ring[source] if source >= 0 else self.rows[-1 - source]).double().view(2, -1, self.channels)
             half = 1 if self.overlap and k >= 4 else 0
             values.append(row[0, half])
-            gates.append(row[1, half])
+            bias = self.bias[k % len(self.bias)].double().view(-1, self.channels)[half]
+            gates.append(row[1, half] + bias)
         shares = torch.stack(gates).softmax(0)
         mixed = (shares * torch.stack(values)).sum(0).to(self.dtype).double()
         made = []

@@ -10,7 +10,7 @@ from dsparkd.kernels import packed as torch_packed
 from dsparkd.kernels.attention import EntryKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda import packed as triton_packed
 from dsparkd.kernels.cuda.attention import TritonAttention
-from dsparkd.kernels.cuda.compressor import Closing, Part, close_entries
+from dsparkd.kernels.cuda.compressor import Closing, Part, Rows, close_entries
 from dsparkd.kernels.cuda.indexer import TritonIndexer, score
 from dsparkd.kernels.indexer import TorchIndexer, Visible
 from dsparkd.kernels.rotary import Rotation
@@ -149,6 +149,7 @@ def test_closed_entries_are_packed(device: torch.device, dtype: torch.dtype, spa
     channels = width + index_width
     row = (4 if index_width else 2) * channels
     rows, ring = noise(30, row), noise(200, row, seed=1)
+    bias = noise(span // (2 if index_width else 1), row // 2, seed=5)
     sources = torch.randint(1, 200, (num_entries * span,), generator=torch.Generator().manual_seed(2))
     sources[::7] = -1 - sources[::7] % 30
     places = torch.tensor([4, -1, 0, 9, 7])
@@ -159,7 +160,8 @@ def test_closed_entries_are_packed(device: torch.device, dtype: torch.dtype, spa
         entries, keys = entries.to(device), keys.to(device)
         closing = Closing(sources.to(device), places.to(device), on(device, turn))
         second = Part(key_norm.to(device), keys, dtype) if index_width else None
-        close_entries(rows.to(device), ring.to(device), closing, 1e-6, Part(norm.to(device), entries, dtype), second)
+        made_of = Rows(rows.to(device), ring.to(device), bias.to(device))
+        close_entries(made_of, closing, 1e-6, Part(norm.to(device), entries, dtype), second)
         return entries.cpu(), keys.cpu()
 
     plain, plain_keys = run(torch.zeros(10, width, dtype=dtype), torch.zeros(10, index_width, dtype=dtype))

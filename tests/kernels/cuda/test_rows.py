@@ -1,4 +1,4 @@
-"""Stores into rings and biases by phase, Triton and torch form."""
+"""Stores into rings, Triton and torch form."""
 
 from __future__ import annotations
 
@@ -34,16 +34,3 @@ def test_what_goes_nowhere_is_not_stored(device: torch.device) -> None:
     expected[3] = rows[1]
     triton_rows.store(ring, torch.tensor([-1, 2, -1], device=device), rows, torch.arange(3, device=device))
     assert torch.equal(whole, expected)
-
-
-@pytest.mark.parametrize("half", [24, 1100])
-def test_the_second_half_gets_the_bias_of_the_position(device: torch.device, half: int) -> None:
-    """One addition, so the bits are the torch form's."""
-    rows, bias, positions = noise(6, 2 * half), noise(4, half, seed=1), torch.tensor([0, 5, 2, 3, 1_000_003, 4])
-    expected = rows.clone()
-    torch_rows.add_by_phase(expected, bias, positions)
-    assert torch.equal(expected[:, :half], rows[:, :half])
-    assert torch.equal(expected[4, half:], rows[4, half:] + bias[3])
-    got = rows.clone().to(device)
-    triton_rows.add_by_phase(got, bias.to(device), positions.to(device))
-    assert torch.equal(got.cpu(), expected)
