@@ -42,6 +42,10 @@ class ExpertShard:
 class ExpertsKernel(Protocol):
     """What `bind` returns."""
 
+    @property
+    def takes_turned(self) -> bool:
+        """Whether x comes with every 128 columns in the order of an FP4 weight's tile (cuda/tile.py)."""
+
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """x [R, D], expert_ids [R, k] int32 ascending in a row, shares [R, k] float32 -> [R, D] float32.
 
@@ -65,6 +69,8 @@ def bind(shard: ExpertShard) -> ExpertsKernel:
 
 class CpuExperts:
     """One C call; float32, one thread."""
+
+    takes_turned = False
 
     def __init__(self, shard: ExpertShard) -> None:
         self._first, self._count, self._limit = shard.first, len(shard.w13), shard.limit
@@ -104,6 +110,8 @@ class TorchExperts:
 
     dtype: of the dense weights that packed ones are decoded to.
     """
+
+    takes_turned = False
 
     def __init__(self, shard: ExpertShard, dtype: torch.dtype = torch.bfloat16) -> None:
         self._first, self._limit = shard.first, shard.limit

@@ -48,12 +48,13 @@ class RouterKernel(Protocol):
         """Write `pack` of x [T, D] and its routes into rows [T, C] float32; both are contiguous."""
 
 
-def bind(rule: RouterRule, device: torch.device) -> RouterKernel:
-    """Pick the form for a device, once."""
+def bind(rule: RouterRule, device: torch.device, turns: bool = False) -> RouterKernel:
+    """Pick the form for a device, once. turns: x is packed in the order of the experts' weights (takes_turned)."""
     if device.type == "cuda":
         from dsparkd.kernels.cuda.router import TritonRouter  # a start on the cpu loads no compiler
 
-        return TritonRouter(rule)
+        return TritonRouter(rule, turns)
+    assert not turns
     return TorchRouter(rule)
 
 

@@ -61,6 +61,7 @@ class Experts:
                 limit=config.swiglu_limit,
             )
         )
+        self.takes_turned = self._kernel.takes_turned
 
     def partial(self, rows: Tensor) -> Tensor:
         """Packed rows [R, C] of a router -> the sum over this shard's experts, ascending, [R, D] float32."""
@@ -106,12 +107,12 @@ class MoE:
             bias=None if hashed else source.float32(f"{name}.gate.bias"),
             table=hash_table(source, f"{name}.gate.tid2eid", config.n_routed_experts) if hashed else None,
         )
-        self._route = router.bind(rule, source.device)
+        self.experts = Experts(config, source, f"{name}.experts", rank)
+        self._route = router.bind(rule, source.device, self.experts.takes_turned)
         self._between = feed_forward.bind(source.device)
         shared = f"{name}.shared_experts"
         self._shared_w13 = Linear(source.weight(f"{shared}.w1"), source.weight(f"{shared}.w3"))
         self._shared_w2 = Linear(source.weight(f"{shared}.w2"))
-        self.experts = Experts(config, source, f"{name}.experts", rank)
 
     def forward(self, x: Tensor, input_ids: Tensor, num_live: Tensor, exchange: ExpertExchange) -> Summands:
         """x [T, D], normed; input_ids [T]; tokens from num_live [1] int64 on are padding -> what adds up to [T, D]."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from dsparkd.kernels.cuda.experts import TritonExperts
 from dsparkd.kernels.cuda.experts import choose_tiles as choose_expert_tiles
 from dsparkd.kernels.cuda.linear import TritonLinear, choose_tiles
-from dsparkd.kernels.cuda.tile import Tiles
+from dsparkd.kernels.cuda.tile import Tiles, turn
 from dsparkd.kernels.weight import Format
 from tools.bench.kernels import median_us
 from tools.kernel_cases.experts import DECODE_ROWS, FLASH, PREFILL_ROWS, Geometry, random_rows, random_shard
@@ -141,6 +141,8 @@ class Bound:
             chosen = choose_expert_tiles(inputs[1].numel(), geometry.num_experts, place.form, torch.bfloat16)
             holder = [chosen]
             experts = TritonExperts(shard, lambda *_: holder[0])
+            if experts.takes_turned:
+                inputs = (turn(inputs[0]), *inputs[1:])
 
             def run_experts(tiles: Tiles) -> Tensor:
                 holder[0] = tiles

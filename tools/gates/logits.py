@@ -27,7 +27,7 @@ from transformers import DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 
 from dsparkd.kernels.indexer import Visible
-from dsparkd.kernels.router import Routes, pack
+from dsparkd.kernels.router import Routes
 from dsparkd.kv.geometry import CSA_RATIO, PoolSizes
 from dsparkd.model.indexer import Indexer, IndexQuery
 from dsparkd.model.moe import MoE
@@ -145,7 +145,8 @@ class RouteRecorder:
 
     def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
         """See RouterKernel."""
-        rows.copy_(pack(x, self(logits, input_ids, num_live)))
+        self(logits, input_ids, num_live)
+        self._route.pack(x, logits, input_ids, num_live, rows)
 
 
 class RouteHook:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.cuda.experts import TritonExperts
+from dsparkd.kernels.cuda.tile import turn
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format
 from tools.kernel_cases import Case, Scale
@@ -53,6 +54,7 @@ def _case(
     geometry: Geometry, form: Format, kernel: TritonExperts, reference: TorchExperts, rows: int, device: torch.device
 ) -> Case:
     x, ids, shares = random_rows(geometry, rows, device)
+    inputs = turn(x) if kernel.takes_turned else x
     first = geometry.num_experts  # the second rank's shard
     served = (ids >= first) & (ids < 2 * first)
     num_served, num_used = int(served.sum()), int((torch.bincount(ids[served]) > 0).sum())
@@ -62,7 +64,7 @@ def _case(
         name=f"experts.{form}",
         shape=f"{rows} rows, {num_served} choices here",
         num_rows=rows,
-        run=lambda part: kernel(x[part], ids[part], shares[part]),
+        run=lambda part: kernel(inputs[part], ids[part], shares[part]),
         reference=lambda part: reference(x[part], ids[part], shares[part]),
         tolerance=2e-2,
         floor_bytes=int(num_used * expert_values * value_bytes) + rows * geometry.width * 6,

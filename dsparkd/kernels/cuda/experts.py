@@ -29,7 +29,6 @@ from dsparkd.kernels.cuda.tile import (
     input_tile,
     is_turned,
     packed_tile,
-    turn,
     turned_place,
     turned_tile,
     weight_tile,
@@ -40,7 +39,6 @@ from dsparkd.kernels.weight import FP8_GROUP, Format, stacked
 
 SCAN = 1024  # choices that a program of the layout looks at in one go
 LONG_SCAN = 4096  # of more than two of these it looks at as many
-TURNED_TILE = 32  # with so many rows in a tile it pays to turn the inputs once, before the product
 FEW_CHOICES = 16  # so many fit into every tile, and are not laid out
 GROUP_TILES = 16  # row tiles that are computed for all columns before the next: their inputs stay in the cache
 ROW_UNIT = 8  # elements that are loaded at once, where rows begin at multiples of so many
@@ -63,8 +61,14 @@ class TritonExperts:
         self._format, self._width = w13.format, w13.shape[1]
         self._w13, self._w2 = in_pieces(w13, 2 * self._num_experts), in_pieces(w2, self._num_experts)
         self._expert_width = shard.w2[0].shape[1]
-        # Activations come to lie in the order in which the second product takes them.
+        # Inputs come, and activations come to lie, in the order in which a product takes them, if they can.
+        self._takes_turned = is_turned(self._format) and self._width % FP8_GROUP == 0
         self._is_hidden_turned = is_turned(self._format) and self._expert_width % FP8_GROUP == 0
+
+    @property
+    def takes_turned(self) -> bool:
+        """See ExpertsKernel; as tile.turn orders them."""
+        return self._takes_turned
 
     def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
         """See ExpertsKernel. Rows may lie apart, those of expert_ids and of shares equally far."""
@@ -115,14 +119,8 @@ class TritonExperts:
         return total
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
-        width, is_packed = self._expert_width, self._format is not Format.DENSE
-        in_turns = is_turned(self._format)
-        turned = in_turns and tiles.rows >= TURNED_TILE and x.shape[1] % FP8_GROUP == 0
-        if turned:
-            x = turn(x)
+        width, is_joined = self._expert_width, tiles.joined and self._format is not Format.DENSE
         unit = math.gcd(x.stride(0), ROW_UNIT)
-        # Tiles of 128 outputs or more of a packed weight have as many of each half.
-        is_joined = is_packed and tiles.outputs > 64
         outputs = tiles.outputs // 2 if is_joined else tiles.outputs
         _gate_up_kernel[(layout.num_tiles * count_tiles(width, outputs),)](
             x,
@@ -142,7 +140,7 @@ class TritonExperts:
             IN_PLACE=layout.is_in_place,
             WIDTH=x.shape[1],
             EXPERT_WIDTH=width,
-            TURN=in_turns and not turned,
+            TURN=is_turned(self._format) and not self._takes_turned,
             HIDDEN_TURNED=self._is_hidden_turned,
             FORMAT=FORMAT_CODES[self._format],
             OPERAND=operand(x),
@@ -196,7 +194,7 @@ class TritonExperts:
 
 def group_of(tiles: Tiles) -> int:
     """Row tiles side by side; of the fewest rows one, as an expert has hardly more: tiles without any come last."""
-    return GROUP_TILES if tiles.rows >= TURNED_TILE else 1
+    return GROUP_TILES if tiles.rows > FEW_CHOICES else 1
 
 
 def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
@@ -211,8 +209,8 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
             Tiles(128, 128, 64, 8, 3),
         )
     return (
-        Tiles(16, 64, 128, 4, 3, held=True),
-        Tiles(32, 64, 128, 4, 3, held=True),
+        Tiles(16, 64, 128, 4, 3),
+        Tiles(32, 64, 128, 4, 3, held=True, joined=False),
         Tiles(64, 128, 128, 8, 4, held=True),
         Tiles(128, 256, 128, 16, 3),
     )
@@ -430,7 +428,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 ):
     """hidden [A, I] = share * silu(min(gate, limit)) * clamp(up) for one tile of slots and one block of I.
 
-    The weights are the left operand: their many rows fill the matrix unit, however few a tile's rows are.
+    The weights are the left operand: their many rows fill the matrix unit, however few a tile's rows are. JOINED: a
+    block's gate rows and its up rows are one operand, the first half and the second: a step has one chain of products.
     """
     follow_alone()
     tile, block = _own_tile(num_tiles, tl.cdiv(EXPERT_WIDTH, BLOCK_N), GROUP)
@@ -459,8 +458,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         if JOINED:
             blocks = blocks_of(EXPERT_WIDTH)
             weight_part = packed_tile(
-                values, scales, section * blocks + start // 64, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N
-            )
+                values, scales, section * blocks + start // 64, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N,
+                start // 32 % 2, BLOCK_N == 32,
+            )  # fmt: skip
             both = tl.dot(weight_part, part, both, input_precision=PRECISION)
         else:
             gate_part = weight_tile(

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.launch import EARLY, constant, follow
+from dsparkd.kernels.cuda.tile import turned_place
 from dsparkd.kernels.router import RouterRule, Routes
 from dsparkd.kernels.tiles import count_tiles, power_of_two
 
@@ -20,10 +21,13 @@ TAKEN = tl.constexpr(-(2**31))  # what an expert that is chosen already counts a
 
 
 class TritonRouter:
-    """Form for cuda. Implements RouterKernel."""
+    """Form for cuda. Implements RouterKernel.
 
-    def __init__(self, rule: RouterRule) -> None:
-        self._rule = rule
+    turns: rows are packed with every 128 columns of x in the order of an FP4 weight's tile (cuda/tile.py).
+    """
+
+    def __init__(self, rule: RouterRule, turns: bool = False) -> None:
+        self._rule, self._turns = rule, turns
 
     def __call__(self, logits: Tensor, input_ids: Tensor, num_live: Tensor) -> Routes:
         """See RouterKernel."""
@@ -40,6 +44,7 @@ class TritonRouter:
         assert x.is_contiguous()
         assert rows.is_contiguous()
         assert rows.shape == (T, width + 2 * k)
+        assert not self._turns or (x.itemsize == 2 and x.shape[1] % 128 == 0)
         routes = Routes(rows[:, width : width + k], rows.view(torch.int32)[:, width + k :])
         self._launch(words, logits, input_ids, num_live, routes)
 
@@ -66,6 +71,7 @@ class TritonRouter:
                 HASHED=rule.table is not None,
                 STRIDE=routes.shares.stride(0),
                 WORDS=width,
+                TURNS=self._turns,
                 BLOCK=power_of_two(E),
                 BLOCK_W=COPIED,
                 num_warps=1,
@@ -89,11 +95,12 @@ def _route(  # type: ignore[no-untyped-def]
     HASHED: tl.constexpr,
     STRIDE: tl.constexpr,
     WORDS: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Scores, choice, shares of one token, stored in ascending order of the experts; or a copy of its words before
-    the shares: bits, whatever they mean."""
+    the shares: bits, whatever they mean. TURNS: of bfloat16 columns, in the order of an FP4 weight's tile."""
     expert = tl.arange(0, BLOCK)
     real = expert < EXPERTS
     if not HASHED:
@@ -104,7 +111,8 @@ def _route(  # type: ignore[no-untyped-def]
         c = (tl.program_id(1) - 1) * BLOCK_W + tl.arange(0, BLOCK_W)
         if tl.program_id(1) > 0:
             word = tl.load(words + token * WORDS + c, mask=c < WORDS)
-            tl.store(shares + token * STRIDE - WORDS + c, word, mask=c < WORDS)
+            place = turned_place(2 * c) // 2 if TURNS else c  # a word is two columns, that stay side by side
+            tl.store(shares + token * STRIDE - WORDS + place, word, mask=c < WORDS)
             return
     x = tl.load(logits + token * EXPERTS + expert, mask=real, other=0.0)
     # Padding may hold anything, and counts as zeros; the number is used here because only so it is loaded here.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
-from dsparkd.kernels.cuda.tile import Tiles
+from dsparkd.kernels.cuda.tile import Tiles, turn
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
 from tools.gates.kernels import poisoned_memory
@@ -33,6 +33,11 @@ def make_rows(rows: int, top_k: int, device: torch.device, width: int = 96) -> t
     ids[rows - rows // 8 :] = ALL
     x, shares = torch.randn((rows, width), generator=noise).bfloat16(), torch.rand((rows, top_k), generator=noise)
     return x.to(device), ids.contiguous().to(device), shares.to(device)
+
+
+def total_of(kernel: TritonExperts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """What the kernel makes of plain inputs."""
+    return kernel(turn(x) if kernel.takes_turned else x, ids, shares)
 
 
 @pytest.mark.parametrize(("rows", "top_k"), [(7, 3), (50, 4), (700, 4), (2800, 3)])
@@ -76,7 +81,7 @@ def test_choices_of_one_tile_stay_where_they_are_and_give_the_same_bits(device: 
     x, ids, shares = make_rows(20, 4, device, 128)
     ids[1] = ids[0]
     assert not lay_out(ids, FIRST, COUNT, 16).is_in_place
-    beside = kernel(x, ids, shares)
+    beside = kernel(x, ids, shares)  # turned or not: its own business here
     assert ((ids[:4] >= FIRST) & (ids[:4] < FIRST + COUNT)).any()
     assert lay_out(ids[:4], FIRST, COUNT, 16).is_in_place
     with poisoned_memory():
@@ -101,7 +106,7 @@ def test_rows_that_lie_apart_give_the_bits_of_those_side_by_side(device: torch.d
 def test_the_sum_is_that_of_the_torch_form(device: torch.device, form: Format, width: int, expert_width: int) -> None:
     """Clamps that bind, padding rows, experts of the other shard. Intermediate roundings to bfloat16 differ a digit."""
     shard, rows = make_shard(form, device, width, expert_width), make_rows(20, 3, device, width)
-    got, expected = TritonExperts(shard)(*rows), TorchExperts(shard)(*rows)
+    got, expected = total_of(TritonExperts(shard), *rows), TorchExperts(shard)(*rows)
     assert (got - expected).abs().max() < 2e-2 * expected.abs().max()
     assert not got[-2:].any()
 
@@ -118,9 +123,9 @@ def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None
 
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
 def test_tile_shapes_give_the_same_bits(device: torch.device, form: Format) -> None:
-    """FP4: few rows are turned in the product, many before it; activations lie turned where their width allows."""
+    """Blocks of 32, 64 and 128 gate rows beside as many up rows; inputs through shared memory or held."""
     shard, rows = make_shard(form, device, 256, 128), make_rows(9, 3, device, 256)
-    others = Tiles(64, 64, 128, 4, 3), Tiles(64, 256, 128, 16, 3, held=True)
+    others = Tiles(16, 64, 128, 4, 3, held=True), Tiles(64, 128, 128, 8, 3), Tiles(64, 256, 128, 16, 3, held=True)
     shapes = (*tiles_of(form, torch.bfloat16), *others)
     made = [TritonExperts(shard, lambda *_, own=tiles: own)(*rows) for tiles in shapes]  # type: ignore[misc]
     assert all(torch.equal(one, made[0]) for one in made[1:])

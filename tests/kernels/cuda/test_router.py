@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsparkd.kernels.cuda.router import TritonRouter
+from dsparkd.kernels.cuda.tile import turn
 from dsparkd.kernels.router import RouterRule, TorchRouter, pack
 from tests.kernels.cuda.values import DTYPES, noise
 from tools.gates.kernels import poisoned_memory
@@ -61,3 +62,14 @@ def test_rows_are_packed_with_the_same_routes(device: torch.device, dtype: torch
     router.pack(x, logits, ids, num_live, rows)
     assert torch.equal(rows.view(torch.int32), expected)
     router.pack(x[:0], logits[:0], ids[:0], num_live, rows[:0])
+
+
+def test_rows_are_packed_in_the_order_that_the_experts_weights_have(device: torch.device) -> None:
+    """FP4 experts take x turned: the launch that copies it turns it, and one of its own is saved."""
+    router = TritonRouter(RouterRule(11, 4, 1.5, noise(11, seed=2).to(device), None), turns=True)
+    x, logits = noise(5, 2304, seed=3).bfloat16().to(device), noise(5, 11, seed=1).to(device)
+    ids, num_live = torch.zeros(5, dtype=torch.int64, device=device), torch.tensor([4], device=device)
+    expected = pack(turn(x), router(logits, ids, num_live)).view(torch.int32)
+    rows = torch.full_like(expected, -1).view(torch.float32)
+    router.pack(x, logits, ids, num_live, rows)
+    assert torch.equal(rows.view(torch.int32), expected)
