@@ -1,4 +1,5 @@
-"""How sure the drafter is of each draft: a linear of a block's hidden states and of what each draft follows.
+"""How sure the drafter is of each draft: a linear of a block's hidden states and of what each draft follows, and the
+chances that come of it.
 
 Letters: B blocks, G drafts of a block, D width, M Markov rank.
 """
@@ -43,3 +44,15 @@ class TorchConfidence:
         rows[: B * G, :D] = hidden.view(B * G, D)
         rows[: B * G, D:] = markov.transpose(0, 1).reshape(B * G, M)
         return self._product(rows)[: B * G, 0].view(B, G)
+
+
+def survival(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Confidence logits [B, G] by temperatures [G] -> products of the chances so far, [B, G] float32."""
+    if logits.is_cuda:
+        from dsparkd.kernels.cuda import confidence as triton_confidence  # a cpu start imports no triton
+
+        return triton_confidence.survival(logits, temperatures)
+    chances = (logits / temperatures).neg_().exp_().add_(1).reciprocal_()  # as torch's sigmoid does not: row by row
+    for i in range(1, chances.shape[1]):  # cumprod may multiply in an order that depends on the number of blocks
+        chances[:, i] *= chances[:, i - 1]
+    return chances

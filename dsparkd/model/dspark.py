@@ -19,11 +19,12 @@ from dsparkd.errors import CheckpointError
 from dsparkd.kernels import confidence, noise, sampling
 from dsparkd.kernels.attention import WindowKeys
 from dsparkd.kernels.beside import Beside
+from dsparkd.kernels.confidence import survival
 from dsparkd.kernels.tiles import ROW_TILE
 from dsparkd.model.attention import Projections, Rotations
 from dsparkd.model.config import DSparkConfig, ModelConfig
 from dsparkd.model.hyper_connection import HyperConnection, HyperHead, Residual
-from dsparkd.model.layers import Linear, WeightSource, WideLinear, main_rotary, rms_norm, sigmoid
+from dsparkd.model.layers import Linear, WeightSource, WideLinear, main_rotary, rms_norm
 from dsparkd.model.moe import ExpertExchange, MoE
 from dsparkd.model.transformer import Transformer
 
@@ -227,14 +228,6 @@ def require_dspark(config: ModelConfig) -> DSparkConfig:
     if config.dspark is None:
         raise CheckpointError("config.json: key 'dspark_block_size' is missing: the checkpoint has no drafter")
     return config.dspark
-
-
-def survival(confidence: Tensor, temperatures: Tensor) -> Tensor:
-    """Confidence logits [B, G] by temperatures [G] -> products of the chances so far, [B, G] float32."""
-    chances = sigmoid(confidence / temperatures)
-    for i in range(1, chances.shape[1]):  # cumprod on cuda multiplies in an order that depends on the number of blocks
-        chances[:, i] *= chances[:, i - 1]
-    return chances
 
 
 @dataclass(frozen=True, slots=True)

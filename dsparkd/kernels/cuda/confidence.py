@@ -1,4 +1,4 @@
-"""How sure the drafter is of each draft: Triton form, for cuda. One program a draft.
+"""How sure the drafter is of each draft: Triton form, for cuda. One program a draft, and one a block for its chances.
 
 A sum's order follows from the widths alone, so a draft's bits are its own.
 
@@ -46,6 +46,16 @@ class TritonConfidence:
         return out
 
 
+def survival(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """See kernels/confidence.py."""
+    B, G = logits.shape
+    assert logits.is_contiguous()
+    chances = torch.empty_like(logits)
+    if B:
+        _survival[(B,)](logits, temperatures, chances, G=G, num_warps=1, launch_pdl=EARLY)
+    return chances
+
+
 @triton.jit(do_not_specialize=["B"])  # type: ignore[untyped-decorator]
 def _confidence(  # type: ignore[no-untyped-def]
     hidden,  # [B, G, D]
@@ -67,3 +77,14 @@ def _confidence(  # type: ignore[no-untyped-def]
     before = tl.load(markov + (g * B + b) * M + m, mask=m < M, other=0.0)
     total = tl.sum(state * first, 0) + tl.sum(before * second, 0)
     tl.store(out + row, total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _survival(logits, temperatures, chances, G: tl.constexpr):  # type: ignore[no-untyped-def]
+    follow()
+    b = tl.program_id(0).to(tl.int64)
+    product = tl.full([], 1.0, tl.float32)
+    for g in tl.static_range(G):
+        logit = tl.load(logits + b * G + g) / tl.load(temperatures + g)
+        product *= 1.0 / (1.0 + tl.exp(-logit))
+        tl.store(chances + b * G + g, product)
