@@ -89,7 +89,7 @@ class Graphs:
         rows = max(limits.max_rows, *self._num_blocks.values(), 1)
         vocab_size = model.config.vocab_size
         self._logits = torch.zeros((self.tiers[-1], vocab_size), device=device)
-        self._windows = torch.zeros((rows, 1 + gamma), dtype=torch.int64, device=device)
+        self._windows = torch.zeros((rows + 1, 1 + gamma), dtype=torch.int64, device=device)  # the last stays zeros
         self._survival = torch.zeros((rows, gamma), device=device)
         self._confidence = torch.zeros((rows, gamma), device=device)
         # Acceptance by rejection alone reads what drafts were chosen by.

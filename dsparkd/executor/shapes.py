@@ -117,9 +117,9 @@ def choose_tiers(most: int) -> tuple[int, ...]:
 class VerifyShape:
     """A decode step of at most num_tokens tokens, padded to them; each token has a row of logits.
 
-    windows [R, 1 + G] int64: where drafted ids lie, of each row its anchor's first; or those that rows follow, in the
-    first column. After `refresh`, is_long says whether a token sees more entries than the indexer keeps: then the graph
-    that scores them is to be replayed.
+    windows [R + 1, 1 + G] int64: where drafted ids lie, of each row its anchor's first; or those that rows follow, in
+    the first column. The last row is zeros, which are added to the ids that the host knows. After `refresh`, is_long
+    says whether a token sees more entries than the indexer keeps: then the graph that scores them is to be replayed.
     """
 
     def __init__(self, num_tokens: int, limits: ShapeLimits, pool: KVPool, index_topk: int, windows: Tensor) -> None:
@@ -139,7 +139,7 @@ class VerifyShape:
             )
             if count
         )
-        names = ("input_ids", "picks", "positions", "slots", "starts", "offsets", "rows", "window.dst")
+        names = ("input_ids", "picks", "positions", "first", "slots", "starts", "offsets", "rows", "window.dst")
         fields: dict[str, tuple[int, ...]] = {"num_live": (1,), **dict.fromkeys(names, (T,))}
         if g.num_draft_stages:
             fields["draft.dst"] = (T,)
@@ -154,6 +154,7 @@ class VerifyShape:
         fields["pages"] = (R, columns)
         self.feed = Feed(fields, device)
         self._tokens = torch.arange(T, device=device)
+        self._entries = torch.arange(max((each.page_entries for each in self._ratios), default=0), device=device)
 
     @property
     def has_long(self) -> bool:
@@ -172,15 +173,17 @@ class VerifyShape:
         n = tokens.num_tokens
         words = self.feed.arrays()
         words["num_live"][0] = n
-        words["input_ids"][:n] = np.fromiter((i for row in plan.rows for i in row.input_ids), np.int64, n)
-        words["input_ids"][n:] = 0
-        words["picks"][:] = -1
+        ids = words["input_ids"]
+        ids[:n], ids[n:] = np.fromiter((i for row in plan.rows for i in row.input_ids), np.int64, n), 0
+        words["picks"][:] = self._windows.numel() - 1
         row, column = ranges(np.ones(len(lengths), np.int64), 1 + np.array(lengths, np.int64))
         ends = tokens.offsets + tokens.ends - tokens.starts
         places = (ends - np.array(lengths, np.int64))[row] + column - 1
         words["picks"][places] = row * self._windows.shape[1] + column
+        ids[places] = 0
         rows, picks = followed(plan)
         words["picks"][tokens.offsets[rows]] = picks * self._windows.shape[1]
+        ids[tokens.offsets[rows]] = 0
         for name, values in (
             ("positions", tokens.position),
             ("slots", tokens.slot),
@@ -189,6 +192,7 @@ class VerifyShape:
             ("rows", tokens.row),
         ):
             words[name][:] = values
+        np.maximum(self._pool.geometry.window - 1 - tokens.position, 0, out=words["first"])
         self._place(words["window.dst"], tokens, self._pool.geometry.window_ring_rows)
         if "draft.dst" in words:
             self._place(words["draft.dst"], tokens, self._pool.geometry.draft_ring_rows)
@@ -255,18 +259,17 @@ class VerifyShape:
         ring = self._pool.geometry.window_ring_rows
         origin = Origin(ring, words["slots"], words["starts"], words["offsets"])
         window_sources = sources(positions, 1 - window, window, origin)  # [T, W]
-        first = (window - 1 - positions).clamp(min=0)
-        picked = self._windows.view(-1).index_select(0, words["picks"].clamp(min=0))
+        picked = self._windows.view(-1).index_select(0, words["picks"])
         compressed = {each.ratio: self._compressed(each, is_long=is_long) for each in self._ratios}
         return ForwardInputs(
             num_tokens=T,
             num_live=words["num_live"],
-            input_ids=torch.where(words["picks"] < 0, words["input_ids"], picked),
+            input_ids=words["input_ids"] + picked,
             positions=positions,
-            logit_rows=self._tokens,
+            logit_rows=None,
             num_logits=T,
             attention=AttentionMetadata(
-                blocks=(WindowBlock(0, T, window_sources, first, all_visible=False),),
+                blocks=(WindowBlock(0, T, window_sources, words["first"], all_visible=False),),
                 window_store=RingStore(self._tokens, words["window.dst"], early=True),
                 csa=compressed.get(CSA_RATIO),
                 hca=compressed.get(HCA_RATIO),
@@ -282,8 +285,8 @@ class VerifyShape:
         origin = Origin(ratio.ring, part("slots"), part("starts"), part("offsets"))
         rows = sources(closing, -ratio.before, ratio.before + ratio.ratio, origin)  # [N, span]
         pages = self.feed.tensors["pages"][:, : _whole_tiles(self._num_pages, ratio.page_entries)]
-        entries = torch.arange(ratio.page_entries, device=self._device)
-        entry_slots = (pages[:, :, None] * ratio.page_entries + entries).flatten(1)  # [R, E]
+        entries = self._entries[: ratio.page_entries]
+        entry_slots = torch.add(entries, pages[:, :, None], alpha=ratio.page_entries).flatten(1)  # [R, E]
         most = entry_slots.shape[1]
         if ratio.ratio == CSA_RATIO and not is_long:
             most = min(most, self._topk)

@@ -97,7 +97,7 @@ class ForwardInputs:
     input_ids [T] int64, positions [T] int64; tokens num_tokens..T-1 are padding. num_live [1] int64: the same number on
     the device; in a captured shape the host's is T, and tokens from num_live on are padding, too.
     logit_rows [L] int64: tokens that need logits, padded to a multiple of ROW_TILE with token 0;
-    the first num_logits are real, in plan order.
+    the first num_logits are real, in plan order. None: every token does.
     draft_store: tokens whose context keys the drafter keeps; None where nothing is drafted.
     """
 
@@ -105,7 +105,7 @@ class ForwardInputs:
     num_live: Tensor
     input_ids: Tensor
     positions: Tensor
-    logit_rows: Tensor
+    logit_rows: Tensor | None
     num_logits: int
     attention: AttentionMetadata
     draft_store: RingStore | None = None

@@ -110,6 +110,8 @@ class Transformer:
         """Project the rows that need it: [num_logits, V] float32."""
         if not inputs.num_logits:
             return torch.empty((0, self.config.vocab_size), device=self.device)
-        hidden = self._head_connection.collapse(streams.index_select(0, inputs.logit_rows))
+        if inputs.logit_rows is not None:
+            streams = streams.index_select(0, inputs.logit_rows)
+        hidden = self._head_connection.collapse(streams)
         hidden = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
         return self.head(hidden)[: inputs.num_logits]
