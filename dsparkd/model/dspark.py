@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import CheckpointError
-from dsparkd.kernels import confidence, noise, sampling
+from dsparkd.kernels import blocks, confidence, noise, sampling
 from dsparkd.kernels.attention import WindowKeys
 from dsparkd.kernels.beside import Beside
 from dsparkd.kernels.confidence import survival
@@ -183,22 +183,23 @@ class Drafter:
     def _lay_out(self, inputs: DraftInputs) -> _Rows:
         """Flatten the blocks, one behind the other, and pad with noise at position 0."""
         B, G = inputs.num_blocks, self.config.gamma
-        T = self.num_padded_rows(B)
-        offsets = torch.arange(G, device=self.device)
-        input_ids = torch.full((T,), self.dspark.noise_token_id, device=self.device)
-        input_ids[: B * G : G] = inputs.anchor_ids
-        positions = torch.zeros_like(input_ids)
-        positions[: B * G] = (inputs.positions[:, None] + offsets).view(-1)
-        block = -1 - (torch.arange(0, B * G, G, device=self.device)[:, None] + offsets)  # [B, G]: sources of its keys
-        sources = torch.cat((inputs.sources, block), 1).repeat_interleave(G, 0)
+        rows = blocks.lay_out(
+            inputs.anchor_ids,
+            inputs.positions,
+            inputs.sources,
+            inputs.first,
+            G,
+            self.dspark.noise_token_id,
+            self.num_padded_rows(B),
+        )
         live = inputs.num_live_blocks
         return _Rows(
             num_tokens=B * G,
             num_live=torch.full((1,), B * G, device=self.device) if live is None else live * G,
-            input_ids=input_ids,
-            rotations=Rotations.of(self._rotary, positions),
-            sources=sources,
-            first=inputs.first.repeat_interleave(G),
+            input_ids=rows.input_ids,
+            rotations=Rotations.of(self._rotary, rows.positions),
+            sources=rows.sources,
+            first=rows.first,
             all_visible=inputs.all_visible,
         )
 
