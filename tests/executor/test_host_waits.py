@@ -31,6 +31,8 @@ WAITS = {
     ("executor/shapes.py", "self._sent[self._turn].synchronize"),
     # Where graphs are captured and where they are closed: at start and at the end.
     ("executor/graphs.py", "torch.cuda.synchronize"),
+    # At start, before the peer knows memory that it may store into.
+    ("executor/collectives.py", "torch.cuda.synchronize"),
 }
 PACKAGES = ("executor", "model", "kernels", "kv", "scheduler", "grammar")
 
