@@ -107,6 +107,12 @@ class Reflected:
         """See model.moe.ExpertExchange."""
         return torch.empty((self._counts[0], width), dtype=torch.float32, device=device)
 
+    def crossing(self) -> None:
+        """See model.moe.ExpertExchange."""
+
+    def parting(self, width: int, device: torch.device) -> None:
+        """See model.moe.ExpertExchange."""
+
     def gather(self, rows: Tensor) -> Tensor:
         """See model.moe.ExpertExchange."""
         k = self._top_k

@@ -29,12 +29,14 @@ from torch._C._distributed_c10d import (  # torch.distributed re-exports them, b
 )
 
 from dsparkd.errors import CapabilityError, PeerError
+from dsparkd.kernels.crossing import Crossing, Parting
 
 if TYPE_CHECKING:
     from dsparkd.kernels.cuda.peer import PeerWords
 
 NUM_RANKS = 2
 PEER_WORDS = 1 << 21  # that one exchange may store into the peer's memory: 512 rows of 4,096
+CROSSING_ROWS = 64  # of a rank, up to which their words go while they are made, whose programs can all wait at once
 HOST = "127.0.0.1"
 _PORT = struct.Struct("<H")
 
@@ -164,7 +166,8 @@ class RankGroups:
 class SwapExpertExchange:
     """model.moe.ExpertExchange over a swap: rows to the peer and its rows here, partial sums back the same way.
 
-    words: carries what fits in there, where the ranks reach each other's memory.
+    words: carries what fits in there, where the ranks reach each other's memory. Few rows of them go while they are
+    made, and need no swap.
     """
 
     def __init__(self, dp_rank: int, swap: Swap, words: PeerWords | None = None) -> None:
@@ -173,6 +176,8 @@ class SwapExpertExchange:
         self._words = words
         self._counts = [0, 0]
         self._both: Tensor | None = None  # where the next rows are gathered, once their room is given out
+        self._is_crossing = False  # the kernel that writes them there exchanges them, too
+        self._peers: Tensor | None = None  # where the peer's sums come to lie, once a kernel is to wait for them
 
     def begin_step(self, counts: tuple[int, int]) -> None:
         """See model.moe.ExpertExchange."""
@@ -186,12 +191,24 @@ class SwapExpertExchange:
         self._both = torch.empty((sum(self._counts), width), dtype=torch.float32, device=device)
         return torch.split(self._both, self._counts)[self._dp_rank]
 
+    def crossing(self) -> Crossing | None:
+        """See model.moe.ExpertExchange."""
+        both, words = self._both, self._words
+        assert both is not None
+        if words is None or not self._are_few(words, both.shape[1]):
+            return None
+        self._is_crossing = True
+        return words.cross(torch.split(both, self._counts)[1 - self._dp_rank])
+
     def gather(self, rows: Tensor) -> Tensor:
         """See model.moe.ExpertExchange."""
         if self._both is None:
             self.room(rows.shape[1], rows.device)
         both, self._both = self._both, None
         assert both is not None
+        if self._is_crossing:
+            self._is_crossing = False
+            return both
         parts = torch.split(both, self._counts)
         own = parts[self._dp_rank]
         if rows.data_ptr() != own.data_ptr():
@@ -199,13 +216,27 @@ class SwapExpertExchange:
         self._swap(own, parts[1 - self._dp_rank])
         return both
 
+    def parting(self, width: int, device: torch.device) -> Parting | None:
+        """See model.moe.ExpertExchange."""
+        words = self._words
+        if words is None or not self._are_few(words, width):
+            return None
+        self._peers = torch.empty((self._counts[self._dp_rank], width), dtype=torch.float32, device=device)
+        return Parting(words.cross(self._peers), (self._counts[0], self._counts[1]), self._dp_rank)
+
     def combine(self, partial: Tensor) -> Sequence[Tensor]:
         """See model.moe.ExpertExchange."""
-        parts = torch.split(partial, self._counts)
-        own = parts[self._dp_rank]
-        peers = torch.empty_like(own)
-        self._swap(parts[1 - self._dp_rank], peers)
+        own, peers, self._peers = partial, self._peers, None
+        if peers is None:
+            parts = torch.split(partial, self._counts)
+            own = parts[self._dp_rank]
+            peers = torch.empty_like(own)
+            self._swap(parts[1 - self._dp_rank], peers)
         return (own, peers) if self._dp_rank == 0 else (peers, own)
+
+    def _are_few(self, words: PeerWords, width: int) -> bool:
+        most = max(self._counts)
+        return most <= CROSSING_ROWS and most * width <= words.num_words
 
     def _swap(self, sent: Tensor, received: Tensor) -> None:
         words = self._words

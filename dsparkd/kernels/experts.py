@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsparkd.errors import FatalError
 from dsparkd.kernels._cpu import ffi, lib
+from dsparkd.kernels.crossing import Parting
 from dsparkd.kernels.feed_forward import swiglu
 from dsparkd.kernels.panels import in_panels
 from dsparkd.kernels.pointers import floats, short_integers
@@ -46,10 +47,11 @@ class ExpertsKernel(Protocol):
     def takes_turned(self) -> bool:
         """Whether x comes with every 128 columns in the order of an FP4 weight's tile (cuda/tile.py)."""
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor, parting: Parting | None = None) -> Tensor:
         """x [R, D], expert_ids [R, k] int32 ascending in a row, shares [R, k] float32 -> [R, D] float32.
 
         The sum, ascending by expert, of share * w2(silu(gate) * up) over the experts of the shard; others add nothing.
+        parting: takes the peer's rows of it away, and leaves this rank's, [T, D]; on cuda only.
         """
 
 
@@ -81,8 +83,9 @@ class CpuExperts:
         self._w2 = ffi.new("float *[]", pointers[self._count :])
         self._expert_width = shard.w2[0].shape[1]
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor, parting: Parting | None = None) -> Tensor:
         """See ExpertsKernel."""
+        assert parting is None
         R, D = x.shape
         total = torch.empty_like(x)
         failed = lib.dsparkd_experts(
@@ -120,8 +123,9 @@ class TorchExperts:
             [decode(weight, dtype).t().contiguous() for weight in weights] for weights in (shard.w13, shard.w2)
         )
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor, parting: Parting | None = None) -> Tensor:
         """See ExpertsKernel."""
+        assert parting is None
         device = x.device
         # A host read: the experts' loads decide which products run.
         tiles = _Tiles(expert_ids.cpu().numpy(), self._first, len(self._w13))

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.crossing import Crossing
+
 
 @dataclass(frozen=True, slots=True)
 class Routes:
@@ -44,8 +46,19 @@ class RouterKernel(Protocol):
         weighs; of equal scores the lower id goes first.
         """
 
-    def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
-        """Write `pack` of x [T, D] and its routes into rows [T, C] float32; both are contiguous."""
+    def pack(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        input_ids: Tensor,
+        num_live: Tensor,
+        rows: Tensor,
+        crossing: Crossing | None = None,
+    ) -> None:
+        """Write `pack` of x [T, D] and its routes into rows [T, C] float32; both are contiguous.
+
+        crossing: takes them to the peer, and brings its rows [P, C]; on cuda only.
+        """
 
 
 def bind(rule: RouterRule, device: torch.device, turns: bool = False) -> RouterKernel:
@@ -80,8 +93,17 @@ class TorchRouter:
         expert_ids.masked_fill_(is_padding[:, None], rule.num_experts)
         return Routes(shares, expert_ids.int())
 
-    def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
+    def pack(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        input_ids: Tensor,
+        num_live: Tensor,
+        rows: Tensor,
+        crossing: Crossing | None = None,
+    ) -> None:
         """See RouterKernel."""
+        assert crossing is None
         rows.copy_(pack(x, self(logits, input_ids, num_live)))
 
 

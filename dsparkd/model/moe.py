@@ -18,6 +18,7 @@ from dsparkd.errors import CheckpointError
 from dsparkd.kernels import experts as kernel
 from dsparkd.kernels import feed_forward, router
 from dsparkd.kernels.beside import Beside, in_line
+from dsparkd.kernels.crossing import Crossing, Parting
 from dsparkd.kernels.feed_forward import Summands
 from dsparkd.kernels.router import RouterRule
 from dsparkd.kernels.weight import stacked
@@ -36,12 +37,19 @@ class ExpertExchange(Protocol):
     def room(self, width: int, device: torch.device) -> Tensor:
         """Memory [T, width] float32 for the rows that this rank gathers next: those that lie there are not copied."""
 
+    def crossing(self) -> Crossing | None:
+        """What is to exchange the rows of the room while they are written there; None: `gather` does all of it."""
+
     def gather(self, rows: Tensor) -> Tensor:
         """rows [T, C] float32 of this rank -> [R, C], rank 0's first. The words are bit patterns: only copy them."""
 
+    def parting(self, width: int, device: torch.device) -> Parting | None:
+        """What is to exchange the sums over gathered rows, `width` words each, while they are written; None: `combine`
+        does all of it."""
+
     def combine(self, partial: Tensor) -> Sequence[Tensor]:
-        """partial [R, D] float32, this rank's experts for all rows -> what is to be added for this rank's rows, in this
-        order, [T, D] each: rank 0's and rank 1's."""
+        """partial [R, D] float32, this rank's experts for all rows, or for its own [T, D] where a parting took the
+        others away -> what is to be added for this rank's rows, in this order, [T, D] each: rank 0's and rank 1's."""
 
 
 class Experts:
@@ -63,11 +71,20 @@ class Experts:
         )
         self.takes_turned = self._kernel.takes_turned
 
-    def partial(self, rows: Tensor) -> Tensor:
-        """Packed rows [R, C] of a router -> the sum over this shard's experts, ascending, [R, D] float32."""
-        parts = unpack(rows, self._dtype, self._width, self._top_k)
+    def partial(self, rows: Tensor, parting: Parting | None = None) -> Tensor:
+        """Packed rows [R, C] of a router -> the sum over this shard's experts, ascending, [R, D] float32.
+
+        parting: takes the peer's rows of it away; what is left is [T, D].
+        """
+        x, expert_ids, shares = unpack(rows, self._dtype, self._width, self._top_k)
+        if rows.is_cuda:
+            return self._kernel(x, expert_ids, shares, parting)
         # The forms for the cpu take contiguous tensors, those for cuda rows that lie apart.
-        return self._kernel(*(parts if rows.is_cuda else (part.contiguous() for part in parts)))
+        return self._kernel(x.contiguous(), expert_ids.contiguous(), shares.contiguous())
+
+    def serve(self, rows: Tensor, exchange: ExpertExchange) -> Sequence[Tensor]:
+        """Packed rows [R, C] of both ranks -> what this rank's rows get of either shard; see ExpertExchange.combine."""
+        return exchange.combine(self.partial(rows, exchange.parting(self._width, rows.device)))
 
 
 def hash_table(source: WeightSource, name: str, num_experts: int) -> Tensor:
@@ -120,14 +137,14 @@ class MoE:
         shared = self._beside(lambda: self._shared_w2(self._between.activate(self._shared_w13(x), self._limit)))
         logits = self._gate(x)
         rows = exchange.room(self._packed_width, x.device)
-        self._route.pack(x, logits, input_ids, num_live, rows)
-        first, second = exchange.combine(self.experts.partial(exchange.gather(rows)))
+        self._route.pack(x, logits, input_ids, num_live, rows, exchange.crossing())
+        first, second = self.experts.serve(exchange.gather(rows), exchange)
         return Summands((first, second), shared())
 
     def assist(self, exchange: ExpertExchange, device: torch.device) -> None:
         """Compute this rank's experts for the peer's tokens, with none of its own."""
         rows = exchange.gather(torch.empty((0, self._packed_width), dtype=torch.float32, device=device))
-        exchange.combine(self.experts.partial(rows))
+        self.experts.serve(rows, exchange)
 
 
 class LocalExpertExchange:
@@ -150,6 +167,12 @@ class LocalExpertExchange:
     def room(self, width: int, device: torch.device) -> Tensor:
         """See ExpertExchange."""
         return torch.empty((self._num_rows, width), dtype=torch.float32, device=device)
+
+    def crossing(self) -> None:
+        """See ExpertExchange."""
+
+    def parting(self, width: int, device: torch.device) -> None:
+        """See ExpertExchange."""
 
     def gather(self, rows: Tensor) -> Tensor:
         """Keep the rows for the peer's shard."""

@@ -16,6 +16,7 @@ import torch
 
 from dsparkd.errors import PeerError
 from dsparkd.executor.collectives import RankGroups, SwapExpertExchange
+from dsparkd.kernels.crossing import Crossing
 
 if TYPE_CHECKING:
     from dsparkd.kernels.cuda.peer import PeerWords
@@ -147,6 +148,10 @@ class NearWords:
     def swap(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         self.calls.append(f"{sent.numel()} {received.numel()}")
 
+    def cross(self, received: torch.Tensor) -> Crossing:
+        self.calls.append(f"cross {received.numel()}")
+        return Crossing(received, received, received, 0, 1, received)
+
 
 @pytest.mark.parametrize(("counts", "words"), [((3, 5), [12, 20]), ((5, 3), [20, 12]), ((0, 5), [0, 20])])
 def test_both_ranks_store_what_fits_into_each_others_memory(counts: tuple[int, int], words: list[int]) -> None:
@@ -161,6 +166,47 @@ def test_both_ranks_store_what_fits_into_each_others_memory(counts: tuple[int, i
             expected = [f"{words[rank]} {words[1 - rank]}", f"{words[1 - rank]} {words[rank]}"]
             assert near.calls == ["begin", *expected] if is_near else ["begin"]
             assert far.calls == ([] if is_near else expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("counts", "crosses"), [((3, 64), True), ((3, 65), False)])
+def test_few_rows_cross_while_they_are_made(rank: int, counts: tuple[int, int], crosses: bool) -> None:
+    """Whoever writes them exchanges them: then nothing is swapped, and the parts lie where they always do."""
+    near, far, device = NearWords(10_000), NearWords(0), torch.device("cpu")
+    exchange = SwapExpertExchange(rank, far.swap, cast("PeerWords", near))
+    own, peers = counts[rank], counts[1 - rank]
+    for _ in range(2):
+        exchange.begin_step(counts)
+        near.calls.clear()
+        rows = exchange.room(4, device).fill_(rank)
+        crossing = exchange.crossing()
+        assert (crossing is not None) == crosses
+        if crossing is not None:
+            crossing.received.fill_(1 - rank)
+        gathered = exchange.gather(rows)
+        if crosses:
+            assert gathered[:, 0].tolist() == [0.0] * counts[0] + [1.0] * counts[1]
+        parting = exchange.parting(8, device)
+        assert (parting is not None) == crosses
+        if parting is not None:
+            assert (parting.counts, parting.rank) == (counts, rank)
+            parting.crossing.received.fill_(7.0)
+        sums = exchange.combine(torch.full((own if crosses else sum(counts), 8), 5.0))
+        if crosses:
+            assert [float(part[0, 0]) for part in sums] == ([5.0, 7.0] if rank == 0 else [7.0, 5.0])
+            assert near.calls == [f"cross {4 * peers}", f"cross {8 * own}"]
+        else:
+            assert near.calls == [f"{4 * own} {4 * peers}", f"{8 * peers} {8 * own}"]
+
+
+def test_a_rank_without_rows_takes_them_in_a_launch_of_its_own() -> None:
+    """No kernel of its own writes rows for it to wait beside."""
+    near = NearWords(10_000)
+    exchange = SwapExpertExchange(0, near.swap, cast("PeerWords", near))
+    exchange.begin_step((0, 3))
+    exchange.gather(torch.empty((0, 4)))
+    assert exchange.parting(8, torch.device("cpu")) is not None
+    assert near.calls == ["begin", "0 12", "cross 0"]
 
 
 def wrong_replays(groups: RankGroups, exchange: SwapExpertExchange, rank: int, count: int) -> int:
@@ -224,9 +270,10 @@ def test_words_stored_into_the_peers_memory_are_those_of_nccl() -> None:
         assert all(receiving.poll(60) for receiving, _ in pipes)
         assert [receiving.recv() for receiving, _ in pipes] == [0, 0]
     finally:
-        for process in ranks:
+        for process, peer in zip(ranks, peers, strict=True):
             process.join(LIMIT_S)
             process.kill()
+            peer.close()
 
 
 def test_a_barrier_that_the_peer_does_not_reach_names_it(pair: Pair) -> None:

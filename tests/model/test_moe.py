@@ -40,6 +40,12 @@ class PairedExchange:
     def room(self, width: int, device: torch.device) -> Tensor:
         return torch.full((self._counts[self._rank], width), torch.nan)
 
+    def crossing(self) -> None:
+        return None
+
+    def parting(self, width: int, device: torch.device) -> None:
+        return None
+
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._swap(rows))
 

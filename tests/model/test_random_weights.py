@@ -197,6 +197,12 @@ def test_activations_stay_finite_and_tokens_go_to_different_experts() -> None:
         def room(self, width: int, device: torch.device) -> Tensor:
             return exchange.room(width, device)
 
+        def crossing(self) -> None:
+            return None
+
+        def parting(self, width: int, device: torch.device) -> None:
+            return None
+
         def gather(self, rows: Tensor) -> Tensor:
             chosen = rows[:, -config.num_experts_per_tok :].contiguous().view(torch.int32)
             loads.append(torch.bincount(chosen.flatten(), minlength=config.n_routed_experts))

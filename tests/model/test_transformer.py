@@ -214,6 +214,12 @@ def test_a_rank_without_tokens_takes_part(small_checkpoint: Path, engine: Engine
         def room(self, width: int, device: torch.device) -> Tensor:
             raise AssertionError("there are no rows")
 
+        def crossing(self) -> None:
+            return None
+
+        def parting(self, width: int, device: torch.device) -> None:
+            return None
+
         def gather(self, rows: Tensor) -> Tensor:
             calls.append("gather")
             assert rows.shape[0] == 0

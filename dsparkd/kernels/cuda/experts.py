@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.crossing import Parting
 from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
+from dsparkd.kernels.cuda.peer import post, take
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.cuda.tile import (
     FORMAT_CODES,
@@ -70,11 +72,11 @@ class TritonExperts:
         """See ExpertsKernel; as tile.turn orders them."""
         return self._takes_turned
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, expert_ids: Tensor, shares: Tensor, parting: Parting | None = None) -> Tensor:
         """See ExpertsKernel. Rows may lie apart, those of expert_ids and of shares equally far."""
         assert len(x) < 2 or expert_ids.stride() == shares.stride()
         tiles = self._choose(expert_ids.numel(), self._num_experts, self._format, x.dtype)
-        return self._sum(x, expert_ids, shares, tiles)
+        return self._sum(x, expert_ids, shares, tiles, parting)
 
     def compile(self) -> None:
         """Compile for every tile shape that loads may ask for, at start: no step shall wait for a compiler."""
@@ -93,9 +95,12 @@ class TritonExperts:
             many = expert_ids.new_full((2 * LONG_SCAN + 1, 1), foreign)
             lay_out(many, self._first, self._num_experts, tiles.rows)
 
-    def _sum(self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles) -> Tensor:
+    def _sum(
+        self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles, parting: Parting | None = None
+    ) -> Tensor:
         R, D = x.shape
-        total = torch.empty((R, D), dtype=torch.float32, device=x.device)
+        num_stay = R if parting is None else parting.counts[parting.rank]
+        total = torch.empty((num_stay, D), dtype=torch.float32, device=x.device)
         if not R:
             return total
         layout = lay_out(expert_ids, self._first, self._num_experts, tiles.rows)
@@ -103,18 +108,32 @@ class TritonExperts:
         self._gate_up(x, shares, layout, tiles, hidden)
         outputs = x.new_empty((layout.num_slots, D))
         self._down(hidden, layout, tiles, outputs)
+        crossing = None if parting is None else parting.crossing
         _combine[(R, count_tiles(D, COMBINED))](
             outputs,
             layout.places,
             total,
+            # Without a parting nothing is loaded from here.
+            *(
+                (total, total, total, total)
+                if crossing is None
+                else (crossing.received, crossing.theirs, crossing.ours, crossing.number)
+            ),
+            0 if crossing is None else crossing.index,
+            0 if crossing is None else crossing.num_spins,
+            R if parting is None else parting.counts[0],
+            num_stay,
+            0 if parting is None else parting.rank,
             layout.places.stride(0),
             expert_ids.shape[1],
             self._first,
             self._num_experts,
             D,
+            PARTS=parting is not None,
             IN_PLACE=layout.is_in_place,
             BLOCK=COMBINED,
             launch_pdl=EARLY,
+            sanitize_overflow=False,
         )
         return total
 
@@ -544,12 +563,37 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["stride", "top_k", "first", "num_experts"], do_not_specialize_on_alignment=["places"]
+    debug=True,
+    do_not_specialize=["index", "spins", "split", "num_stay", "rank", "stride", "top_k", "first", "num_experts"],
+    do_not_specialize_on_alignment=["places"],
 )
 def _combine(  # type: ignore[no-untyped-def]
-    outputs, places, total, stride, top_k, first, num_experts, WIDTH, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+    outputs,
+    places,
+    total,
+    received,
+    theirs,
+    ours,
+    step_number,
+    index,
+    spins,
+    split,
+    num_stay,
+    rank,
+    stride,
+    top_k,
+    first,
+    num_experts,
+    WIDTH,
+    PARTS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """total [R, D] float32: a row's outputs, ascending by expert, which is the order of its choices."""
+    """total [R, D] float32: a row's outputs, ascending by expert, which is the order of its choices.
+
+    PARTS: of rows before `split`, rank 0's, and those behind it, the peer's go to it; then what it has summed for this
+    rank's row at the same place is waited for. Rows of this rank that the peer has none beside wait themselves.
+    """
     follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -562,4 +606,14 @@ def _combine(  # type: ignore[no-untyped-def]
         width = tl.where(place >= 0, WIDTH, 0)  # another shard's choice has no columns here
         served = tl.load(outputs + place * WIDTH + column, mask=column < width, other=0.0)
         sum_ += served.to(tl.float32)
-    tl.store(total + row * WIDTH + column, sum_, mask=column_ok)
+    if PARTS:
+        number = tl.load(step_number) + index
+        own = tl.where(row < split, row, row - split)
+        goes = (row < split) == (rank == 1)
+        post(theirs + own * WIDTH + column, sum_, number, column < tl.where(goes, WIDTH, 0))
+        tl.store(total + own * WIDTH + column, sum_, mask=column < tl.where(goes, 0, WIDTH))
+        is_awaited = (own < num_stay) & (goes | (own >= tl.num_programs(0) - num_stay))
+        comes = column < tl.where(is_awaited, WIDTH, 0)
+        tl.store(received + own * WIDTH + column, take(ours + own * WIDTH + column, number, comes, spins), mask=comes)
+    else:
+        tl.store(total + row * WIDTH + column, sum_, mask=column_ok)

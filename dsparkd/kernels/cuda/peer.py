@@ -22,12 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.crossing import Crossing
 from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.tiles import count_tiles
 
 NUM_BOXES = 2
 STEP = 1 << 10  # exchanges that a step may make
-SPINS_PER_S = 1 << 20  # looks at a word that has not come; one takes about a microsecond
+SPINS_PER_S = 5_000_000  # looks at words that have not come: 4.7 million on an H200
 FORMS = ((256, 1), (2048, 8))  # words of a program and its warps
 FEW_WORDS = 1 << 18  # up to here many small programs, which come sooner; above it fewer than the device holds at once
 UNIT = 4  # words that are moved at once, where their numbers are multiples of it
@@ -67,24 +68,30 @@ class PeerWords:
         """Give the peer words and take its: float32, contiguous, as many as the peer's counterpart has."""
         assert sent.is_contiguous()
         assert received.is_contiguous()
-        assert self._index < STEP
         most = max(sent.numel(), received.numel())
         assert most <= self.num_words
         block, warps = FORMS[most > FEW_WORDS]
         self._launch(sent, received, count_tiles(most, block), block, warps)
         self._index += 1
 
+    def cross(self, received: Tensor) -> Crossing:
+        """Take the next turn for a kernel that exchanges words itself; received: where the peer's come to lie."""
+        assert received.is_contiguous()
+        assert received.numel() <= self.num_words
+        crossing = Crossing(*self._box(), self._number, self._index, self._spins, received)
+        self._index += 1
+        return crossing
+
     def close(self) -> None:
         """Let go of both ranks' memory."""
         self._ours = self._theirs = ()
 
     def _launch(self, sent: Tensor, received: Tensor, num_programs: int, block: int, warps: int) -> None:
-        unit, box = math.gcd(sent.numel(), received.numel(), UNIT), self._index % NUM_BOXES
+        unit = math.gcd(sent.numel(), received.numel(), UNIT)
         _swap[(num_programs,)](
             sent,
             received,
-            self._theirs[box],
-            self._ours[box],
+            *self._box(),
             self._number,
             self._index,
             sent.numel() // unit,
@@ -96,6 +103,11 @@ class PeerWords:
             launch_pdl=EARLY,
             sanitize_overflow=False,
         )
+
+    def _box(self) -> tuple[Tensor, Tensor]:
+        """The peer's box and this rank's for the next exchange."""
+        assert self._index < STEP
+        return self._theirs[self._index % NUM_BOXES], self._ours[self._index % NUM_BOXES]
 
 
 @triton.jit

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.crossing import Parting
 from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
+from dsparkd.kernels.cuda.peer import NUM_BOXES, STEP, PeerWords
 from dsparkd.kernels.cuda.tile import Tiles, turn
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
+from tests.kernels.cuda.values import arrive, noise
 from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
 
@@ -208,3 +211,22 @@ def test_tiles_grow_with_the_load() -> None:
 def test_the_largest_tiles_are_not_taken_where_a_second_would_hold_little(rows: int) -> None:
     """131 and 178 rows an expert: three tiles of 64 do less than two of 128."""
     assert choose_tiles(rows * 6, 128, Format.FP4, torch.bfloat16).rows == 64
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("counts", [(1, 1), (2, 6), (6, 2), (0, 5), (5, 0)])
+def test_sums_of_the_peers_rows_cross_to_it(device: torch.device, rank: int, counts: tuple[int, int]) -> None:
+    """What a rank keeps, and what the peer gets, are the bits of one sum over all rows; the peer's sums for this rank's
+    rows come to lie as they came. In place or laid out, whoever has more rows."""
+    kernel, rows = TritonExperts(make_shard(Format.FP4, device, 128, 64)), make_rows(sum(counts), 4, device, 128)
+    both = kernel(*rows).split(counts)
+    ours, theirs = torch.zeros((2, NUM_BOXES, 1000), dtype=torch.int64, device=device)
+    coming, wanted = noise(counts[rank], 128, seed=5).to(device), theirs.clone()
+    arrive(ours[0], coming, STEP)
+    arrive(wanted[0], both[1 - rank], STEP)
+    words, received = PeerWords(ours, theirs, 60.0), torch.empty_like(coming)
+    words.begin_step()
+    kept = kernel(*rows, Parting(words.cross(received), counts, rank))
+    assert torch.equal(kept, both[rank])
+    assert torch.equal(received, coming)
+    assert torch.equal(theirs, wanted)

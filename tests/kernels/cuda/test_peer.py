@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from dsparkd.kernels.cuda.peer import NUM_BOXES, STEP, PeerWords
-from tests.kernels.cuda.values import noise
+from tests.kernels.cuda.values import arrive, noise
 
 LIMIT_S = 60.0
 interpreted = pytest.mark.skipif(
@@ -25,11 +25,6 @@ interpreted = pytest.mark.skipif(
 def boxes(num_words: int, device: torch.device) -> Tensor:
     """Memory for what arrives."""
     return torch.zeros((NUM_BOXES, num_words), dtype=torch.int64, device=device)
-
-
-def arrive(box: Tensor, words: Tensor, number: int) -> None:
-    """Lay words into a box as a peer stores them."""
-    box[: words.numel()] = words.view(torch.int32).flatten().long() & 0xFFFFFFFF | number << 32
 
 
 @pytest.mark.parametrize(("num_sent", "num_received"), [(700, 300), (5, 1000), (512, 512), (0, 3), (3, 0)])
@@ -95,7 +90,7 @@ def test_a_peer_that_does_not_come_is_no_endless_wait(late: int, monkeypatch: py
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True, sanitize_overflow=False))
     ours, coming = boxes(64, torch.device("cpu")), noise(64)
-    words = PeerWords(ours, ours.clone(), 1e-4)
+    words = PeerWords(ours, ours.clone(), 2e-5)
     words.begin_step()
     arrive(ours[0], coming, STEP)
     ours[0, late] -= 1 << 32  # of the exchange before
