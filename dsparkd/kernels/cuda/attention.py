@@ -26,12 +26,12 @@ from dsparkd.kernels.cuda.attention_tile import (
     SUMS,
     Keys,
     Tile,
-    angles_of,
     entry_keys,
     is_wide,
     keys_of,
     logits_of,
     rotate_pairs,
+    settled_angles,
     take,
     turn_pairs,
     window_keys,
@@ -418,15 +418,14 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_D)
     real = (h <= H)[:, None] & (c < D)[None, :]
-    weight = constant(norms + h[:, None] * D + c[None, :], real)
-    follow()
     t = tl.program_id(0).to(tl.int64)
+    weight = constant(norms + h[:, None] * D + c[None, :], real)
+    pair_cos, pair_sin = settled_angles(cos, sin, t, D, R, BLOCK_D)
+    follow()
     is_query = h < H
     source = tl.where(is_query, query + (t * H + h) * D, latent + t * latent_stride)
     target = tl.where(is_query, queries + (t * H + h) * D, keys + t * D)
     x = tl.load(source[:, None] + c[None, :], mask=real, other=0.0).to(tl.float32)
-    # Loads behind a sum would begin when that is done.
-    pair_cos, pair_sin = angles_of(cos, sin, t, D, R, BLOCK_D)
     inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     x = turn_pairs(x * inverse_rms[:, None] * weight, pair_cos, pair_sin, BLOCK_H, BLOCK_D)
     x = x.to(queries.dtype.element_ty)

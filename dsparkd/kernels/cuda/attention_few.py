@@ -13,20 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda.attention_tile import SUMS, Keys, Tile, entry_keys, logits_of, rotate_pairs, take, window_keys
-from dsparkd.kernels.cuda.launch import EARLY, follow
+from dsparkd.kernels.cuda.attention_tile import (
+    SUMS,
+    Keys,
+    Tile,
+    settled_angles,
+    take,
+    turn_pairs,
+)
+from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, constant, follow, settled
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.rotary import Rotation
 from dsparkd.kernels.tiles import count_tiles
 
 FEW_TOKENS = 32
 KEYS, KEY_WARPS = 32, 4  # of a program of the first launch
+KEY_COLUMNS = 128  # that it multiplies at once; the interpreter all, as it adds in another order than the matrix unit
 COLUMNS, WARPS = 128, 8  # and of the second
 FEWER_TOKENS, FEWER_COLUMNS = 6, 64  # so few leave processors idle even then
 
 
 def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, output: Tensor, tile: Tile) -> None:
-    """See AttentionKernel.attend. Wide heads, entries of one part. Takes n * K * (4 * H + 2 * d) bytes in between."""
+    """See AttentionKernel.attend. Wide heads, plain keys, entries of one part.
+
+    Takes n * K * (4 * H + 2 * d) bytes in between.
+    """
     n, H, d = queries.shape
     window_room = count_tiles(keys.window, tile.keys) * tile.keys
     room = window_room + count_tiles(keys.most, tile.keys) * tile.keys
@@ -37,13 +48,11 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
     _lay_keys[(n, room // few, num_blocks)](
         queries,
         keys.ring,
-        keys.ring_tails,
         keys.chunk,
         keys.sources,
         keys.first,
         keys.window,
         keys.entries,
-        keys.entry_tails,
         keys.slots,
         keys.slot_stride,
         keys.rows,
@@ -56,12 +65,9 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
         window_room,
         H,
         D=d,
-        R=rotary,
-        B=keys.packed_bytes,
-        SCALES=keys.scales,
         BLOCK_H=tile.heads,
-        BLOCK_D=tile.width,
         BLOCK_K=tile.keys,
+        BLOCK_C=KEY_COLUMNS if IS_COMPILED else d,
         FEW=few,
         OPERAND=operand(queries),
         PRECISION=precision(queries),
@@ -98,14 +104,12 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
 @triton.jit(do_not_specialize=["W", "slot_stride", "E", "by_rows"])  # type: ignore[untyped-decorator]
 def _lay_keys(  # type: ignore[no-untyped-def]
     queries,  # [n, H, d]
-    ring,  # [*, d], or packed [*, B]
-    ring_tails,  # the same memory as bfloat16, where packed
+    ring,  # [*, d]
     chunk,  # [*, d]
     sources,  # [n, W]
     first,  # [n]
     W,
-    entries,  # [*, d], or packed [*, B]
-    entry_tails,
+    entries,  # [*, d]
     slots,  # rows of E, slot_stride apart
     slot_stride,
     rows,  # [n]
@@ -118,49 +122,52 @@ def _lay_keys(  # type: ignore[no-untyped-def]
     window_room,  # of K
     H,
     D: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    SCALES: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     FEW: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    follow()
     t = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * FEW
-    count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
-    hidden = tl.load(first + t).to(tl.int32)
-    # Whole tiles, as the second launch reads them; of tiles that no key of is seen none.
-    begin = hidden // BLOCK_K * BLOCK_K
-    if (start < begin) & (start < window_room):
-        return
-    if start >= window_room + (count + BLOCK_K - 1) // BLOCK_K * BLOCK_K:
-        return
-    h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    c = tl.arange(0, BLOCK_D)
-    own = (t * H + h)[:, None] * D + c[None, :]
-    q = tl.load(queries + own, mask=(h < H)[:, None] & (c < D)[None, :], other=0.0).to(OPERAND)
     place = start + tl.arange(0, FEW)
-    if start < window_room:
-        keys = window_keys(
-            ring, ring_tails, chunk, sources + t * W, place, hidden, W, D, R, B, SCALES, BLOCK_D, OPERAND
-        )  # fmt: skip
-        live = (place >= hidden) & (place < W)
-    else:
-        own_slots = slots + t * slot_stride
-        if by_rows:
-            own_slots = slots + tl.load(rows + t) * slot_stride
-        k = place - window_room
-        keys = entry_keys(entries, entry_tails, own_slots, k, count, D, R, B, SCALES, BLOCK_D, OPERAND)
-        live = k < count
+    k = place - window_room
+    in_window = start < window_room
+    hidden = settled(first + t, True).to(tl.int32)
+    count = 0
+    index = tl.zeros([FEW], tl.int64)  # a window key's source, an entry's slot
+    if in_window:
+        index = settled(sources + t * W + tl.minimum(tl.maximum(place, hidden), W - 1), place >= 0)
+    elif by_rows:
+        count = tl.minimum(settled(counts + t, True).to(tl.int32), E)
+        index = settled(slots + settled(rows + t, True) * slot_stride + tl.minimum(k, count - 1), k < count)
+    follow()
+    if (start >= window_room) & (by_rows == 0):  # the launch before may have chosen them
+        count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
+        index = tl.load(slots + t * slot_stride + tl.minimum(k, count - 1), mask=k < count, other=0)
+    # Whole tiles, as the second launch reads them; of tiles that no key of is seen none.
+    begin = tl.where(in_window, hidden // BLOCK_K * BLOCK_K, 0)
+    end = tl.where(in_window, window_room, window_room + (count + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
+    if (start < begin) | (start >= end):
+        return
+    ringed = tl.where(index >= 0, ring + index * D, chunk + (-1 - index) * D)
+    row = tl.multiple_of(tl.where(in_window, ringed, entries + index * D), 16)
+    live = tl.where(in_window, (place >= hidden) & (place < W), k < count)
+    h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    products = tl.zeros([BLOCK_H, FEW], tl.float32)
+    # All loads are under way at once: these, and those of the product by its stages, which take no registers.
+    every = tl.arange(0, D)
+    keys = tl.load(row[:, None] + every[None, :])
+    for column in tl.range(0, D, BLOCK_C, num_stages=D // BLOCK_C + 1):
+        c = column + tl.arange(0, BLOCK_C)
+        part = tl.load(row[:, None] + c[None, :])
+        q = tl.load(queries + (t * H + h)[:, None] * D + c[None, :], mask=(h < H)[:, None], other=0.0)
+        products = tl.dot(q.to(OPERAND), tl.trans(part.to(OPERAND)), products, input_precision=PRECISION)
     if tl.program_id(2) == 0:
-        own_place = (t * room + place)[:, None] * D + c[None, :]
-        tl.store(laid + own_place, keys.to(laid.dtype.element_ty), mask=(c < D)[None, :])
+        tl.store(laid + (t * room + place)[:, None] * D + every[None, :], keys)
     own_logits = (t * H + h)[:, None] * room + place[None, :]
-    tl.store(logits + own_logits, logits_of(q, keys, live, PRECISION), mask=(h < H)[:, None])
+    tl.store(logits + own_logits, tl.where(live[None, :], products, float("-inf")), mask=(h < H)[:, None])
 
 
 @triton.jit(do_not_specialize=["E"])  # type: ignore[untyped-decorator]
@@ -185,14 +192,16 @@ def _mix_columns(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    follow()
     t = tl.program_id(0).to(tl.int64)
     first_column = tl.program_id(1) * BLOCK_C
-    count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
-    begin = tl.minimum(tl.load(first + t).to(tl.int32) // BLOCK_K * BLOCK_K, window_room)
     h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    # The launch before writes keys and logits alone.
+    top = constant(sink + h, h < H)
+    count = tl.minimum(settled(counts + t, True).to(tl.int32), E)
+    begin = tl.minimum(settled(first + t, True).to(tl.int32) // BLOCK_K * BLOCK_K, window_room)
+    pair_cos, pair_sin = settled_angles(cos, sin, t, D, R, BLOCK_C, first_column)
+    follow()
     c = first_column + tl.arange(0, BLOCK_C)
-    top = tl.load(sink + h, mask=h < H, other=0.0)
     total = tl.full([BLOCK_H, SUMS], 1.0, tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     own_logits = logits + (t * H + h)[:, None] * room
@@ -203,6 +212,6 @@ def _mix_columns(  # type: ignore[no-untyped-def]
         keys = tl.load(own_keys + k[:, None] * D, mask=(c < D)[None, :], other=0.0).to(OPERAND)
         top, total, mixed = take(tile, keys, top, total, mixed, OPERAND, PRECISION)
     mixed = mixed / tl.max(total, 1)[:, None]
-    mixed = rotate_pairs(mixed, cos, sin, t, D, R, BLOCK_H, BLOCK_C, first_column)
+    mixed = turn_pairs(mixed, pair_cos, pair_sin, BLOCK_H, BLOCK_C)
     own = (t * H + h)[:, None] * D + c[None, :]
     tl.store(output + own, mixed.to(output.dtype.element_ty), mask=(h < H)[:, None] & (c < D)[None, :])

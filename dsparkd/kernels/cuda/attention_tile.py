@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.attention import EntryKeys, WindowKeys
+from dsparkd.kernels.cuda.launch import settled
 from dsparkd.kernels.cuda.packed import block_of, load_keys, tails_of
 from dsparkd.kernels.packed import is_packed
 from dsparkd.kernels.row_layout import scales_at
@@ -108,18 +109,18 @@ def keys_of(window: WindowKeys, entries: EntryKeys | None, width: int, rotary: i
 def rotate_pairs(x, cos, sin, t, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
     """Rotate the last R of D columns by token t's angles; elsewhere cos 1 and sin 0. x [ROWS, BLOCK_D] float32 is those
     from `first` on."""
-    c, s = angles_of(cos, sin, t, D, R, BLOCK_D, first)
+    c, s = settled_angles(cos, sin, t, D, R, BLOCK_D, first)
     return turn_pairs(x, c, s, ROWS, BLOCK_D)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def angles_of(cos, sin, t, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
-    """Cosines and sines [BLOCK_D / 2] of token t's pairs from column `first` on."""
+def settled_angles(cos, sin, t, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
+    """Cosines and sines [BLOCK_D / 2] of token t's pairs from column `first` on, ahead of the wait or behind."""
     column = first + 2 * tl.arange(0, BLOCK_D // 2)
     turned = (column >= D - R) & (column < D)
     at = t * R + column - (D - R)
     # The odd one has the plain sign.
-    return tl.load(cos + at, mask=turned, other=1.0), tl.load(sin + at + 1, mask=turned, other=0.0)
+    return tl.where(turned, settled(cos + at, turned), 1.0), settled(sin + at + 1, turned)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -165,8 +166,17 @@ def window_keys(  # type: ignore[no-untyped-def]
 
     In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
     """
-    c = tl.arange(0, BLOCK_D)
     source = tl.load(sources + tl.minimum(tl.maximum(k, hidden), W - 1))
+    return window_keys_at(ring, ring_tails, chunk, source, D, R, B, SCALES, BLOCK_D, OPERAND)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def window_keys_at(  # type: ignore[no-untyped-def]
+    ring, ring_tails, chunk, source, D: tl.constexpr, R: tl.constexpr, B: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_D: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Keys [K, d] OPERAND by source [K]."""
+    c = tl.arange(0, BLOCK_D)
     if B > 0:
         old = source >= 0
         keys = load_keys(ring, ring_tails, tl.where(old, source, 0), D, R, B, SCALES, BLOCK_D, OPERAND)
@@ -185,6 +195,15 @@ def entry_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Keys [K, d] OPERAND of a token's entries k [K], whose slots [count] lie in a row."""
     slot = tl.load(slots + tl.minimum(k, count - 1))
+    return entry_keys_at(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def entry_keys_at(  # type: ignore[no-untyped-def]
+    entries, entry_tails, slot, D: tl.constexpr, R: tl.constexpr, B: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_D: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Keys [K, d] OPERAND by slot [K]."""
     if B > 0:
         return load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
     else:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.attention_tile import rotate_pairs
-from dsparkd.kernels.cuda.launch import EARLY, follow_alone
+from dsparkd.kernels.cuda.launch import EARLY, follow_alone, settled
 from dsparkd.kernels.cuda.packed import SPAN as SPAN_OF_SCALE
 from dsparkd.kernels.cuda.packed import block_of, store_index_key, store_key, tails_of
 from dsparkd.kernels.packed import is_packed
@@ -182,14 +182,15 @@ def _close(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    follow_alone()
     PARTS: tl.constexpr = 2 if KEY_WIDTH > 0 else 1
     program = tl.program_id(0)
     n = (program // PARTS).to(tl.int64)
-    if n >= num_entries:
-        _store_row(rows, ring, dst, (program - num_entries * PARTS).to(tl.int64), num_rows, ROW, BLOCK_W)
+    k = (program - num_entries * PARTS).to(tl.int64)
+    place = settled(tl.where(k < 0, places + n, dst + k), True)
+    follow_alone()
+    if k >= 0:
+        _store_row(rows, ring, k, place, num_rows, ROW, BLOCK_W)
         return
-    place = tl.load(places + n)
     tl.device_assert(place < num_kept, "compressor.close_entries: an entry is kept behind its pages")
     # Padding of a captured shape: most steps close fewer entries than it has room for.
     if (place < 0) | (place >= num_kept):
@@ -207,9 +208,8 @@ def _close(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_row(rows, ring, dst, k, num_rows, ROW: tl.constexpr, BLOCK_W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_row(rows, ring, k, place, num_rows, ROW: tl.constexpr, BLOCK_W: tl.constexpr):  # type: ignore[no-untyped-def]
     """Keep row k of the step: no entry that closes in it reads what lay there."""
-    place = tl.load(dst + k)
     tl.device_assert(place < num_rows, "compressor.close_entries: a row is kept behind its ring")
     if (place >= 0) & (place < num_rows):
         c = tl.arange(0, BLOCK_W)

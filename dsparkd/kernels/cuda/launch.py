@@ -7,7 +7,8 @@ when its own wait ends, and not its predecessor alone. Kernels of others, such a
 the attribute, and wait for the whole of what runs before them.
 
 Parameters, which no kernel of a step writes, may be loaded ahead of the wait, by `constant`: what few rows take is
-mostly ways to the memory, and so one of them begins earlier.
+mostly ways to the memory, and so one of them begins earlier. A kernel's programs come when those of the one before have
+waited; so what a step's first launches wrote is there by then, too, and may be loaded by `settled`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,15 @@ def follow():  # type: ignore[no-untyped-def]
 
 @triton.jit
 def constant(places, mask):  # type: ignore[no-untyped-def]
-    """Load parameters, 0 where the mask is false: the one load that may stand ahead of the wait."""
+    """Load parameters, 0 where the mask is false, ahead of the wait."""
     return tl.load(places, mask=mask, other=0.0)
+
+
+@triton.jit
+def settled(places, mask):  # type: ignore[no-untyped-def]
+    """Load numbers that neither the kernel before writes nor one beside it, 0 where the mask is false, ahead of the
+    wait."""
+    return tl.load(places, mask=mask, other=0)
 
 
 @triton.jit

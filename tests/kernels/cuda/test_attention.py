@@ -27,7 +27,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, tokens of one part as few wide ones or as many; a device cuts narrow heads in one way alone."""
     if request.param == "few" and device.type == "cpu":
-        monkeypatch.setattr(attention, "is_wide", lambda *_: True)
+        # As wide ones have, a power of two of columns.
+        monkeypatch.setattr(attention, "is_wide", lambda _, width, *__: width & (width - 1) == 0)
     else:
         monkeypatch.setattr(attention, "FEW_TOKENS", 0)
 

@@ -12,7 +12,7 @@ import dsparkd.kernels.cuda as package
 
 MEMORY = {"load", "store", "atomic_add"}
 WAITS = {"follow", "follow_alone"}
-AHEAD = "constant"  # loads what no kernel of a step writes
+AHEAD = {"constant", "settled"}  # load what no kernel of a step writes, or none since its first ones
 
 
 def modules() -> list[ast.Module]:
@@ -44,8 +44,8 @@ def calls(node: ast.AST) -> set[str]:
 
 
 def touches_memory(statement: ast.stmt) -> bool:
-    """Whether it, or a function of these modules that it calls, loads or stores; but for `constant`."""
-    called = [kernels()[name] for name in calls(statement) - {AHEAD} if name in kernels()]
+    """Whether it, or a function of these modules that it calls, loads or stores; but for those of AHEAD."""
+    called = [kernels()[name] for name in calls(statement) - AHEAD if name in kernels()]
     return bool(attributes(statement) & MEMORY) or any(touches_memory(function) for function in called)
 
 
@@ -53,7 +53,7 @@ def touches_memory(statement: ast.stmt) -> bool:
 def test_a_kernel_that_begins_early_waits_first(name: str) -> None:
     """An earlier kernel's stores are not there yet, and its loads not done; and one program that did not wait could
     end before them, which would let a later kernel begin: so no way through the kernel leads past the wait. Parameters
-    alone are loaded ahead of it."""
+    and what has long been written alone are loaded ahead of it."""
     for statement in kernels()[name].body:
         if isinstance(statement, ast.Expr) and calls(statement) & WAITS:
             return
