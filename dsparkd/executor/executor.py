@@ -20,7 +20,7 @@ from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder
 from dsparkd.executor.masks import Masker
 from dsparkd.executor.plan import Plan, PlanRow, RowFailure, RowOutput, StepOutput
 from dsparkd.executor.sampler import Sampler, most_values
-from dsparkd.executor.shapes import ShapeLimits
+from dsparkd.executor.shapes import Behind, ShapeLimits
 from dsparkd.executor.staging import Drafted, Stager, pad_rows
 from dsparkd.executor.upload import upload_ids
 from dsparkd.grammar.pipeline import Pipeline
@@ -323,8 +323,7 @@ class Executor:
         tier = self.graphs.draft_tier(counts) if self.graphs is not None and self._drafts_ahead else None
         if self.graphs is None or tier is None or not plan.replays or blocks is None:
             return None
-        moved = verify.last_ids(blocks.windows, lengths, asked, ids) if plan.rows else None
-        self.graphs.propose(tier, plan.rows, moved)
+        self.graphs.propose(tier, plan.rows, Behind(blocks.windows, ids, *verify.bounds(lengths, asked)))
         return self.graphs.blocks(self.sizes.num_slots - 1)
 
     def commit_grammars(self, matchers: Sequence[Matcher]) -> list[RowFailure | None]:

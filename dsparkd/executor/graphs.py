@@ -21,7 +21,7 @@ from torch import Tensor
 from dsparkd.errors import CapabilityError, InvariantError
 from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.plan import Plan, PlanRow, StepKind
-from dsparkd.executor.shapes import DraftShape, ShapeLimits, VerifyShape
+from dsparkd.executor.shapes import Behind, DraftShape, ShapeLimits, VerifyShape
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.dspark import Drafts
 from dsparkd.model.moe import ExpertExchange
@@ -90,6 +90,7 @@ class Graphs:
         vocab_size = model.config.vocab_size
         self._logits = torch.zeros((self.tiers[-1], vocab_size), device=device)
         self._windows = torch.zeros((rows + 1, 1 + gamma), dtype=torch.int64, device=device)  # the last stays zeros
+        self._ids = torch.zeros(self.tiers[-1], dtype=torch.int64, device=device)  # that a step has chosen
         self._survival = torch.zeros((rows, gamma), device=device)
         self._confidence = torch.zeros((rows, gamma), device=device)
         # Acceptance by rejection alone reads what drafts were chosen by.
@@ -112,7 +113,7 @@ class Graphs:
         for done, tier in enumerate(reversed(self._num_blocks), len(self._verify)):
             progress(done, total)
             self._draft[tier] = self._capture_draft(tier)
-        shared = (self._windows, self._survival, self._confidence, self._draft_logits)
+        shared = (self._windows, self._ids, self._survival, self._confidence, self._draft_logits)
         self.num_bytes["draft"] = self._recorder.num_bytes - before + sum(each.nbytes for each in shared)
         self.num_shapes["draft"] = len(self._draft)
         progress(total, total)
@@ -127,15 +128,16 @@ class Graphs:
         """The tier that both ranks' blocks are drafted on; None: they are drafted eager."""
         return next((tier for tier, blocks in self._num_blocks.items() if blocks >= max(num_blocks)), None)
 
-    def propose(self, tier: int, rows: Sequence[PlanRow], moved: tuple[Tensor, Tensor] | None = None) -> Blocks:
+    def propose(self, tier: int, rows: Sequence[PlanRow], behind: Behind | None = None) -> Blocks:
         """DraftDesk.propose on a tier. Both ranks call it; the blocks are good until the next call.
 
-        moved: the rows' anchors where the host does not know them yet, and how many tokens they are further, [B] each.
+        behind: the step that verified the rows' last blocks, where the host does not know yet what it kept.
         """
         captured = self._draft[tier]
-        captured.shape.refresh(rows)
-        if moved is not None:
-            captured.shape.move(*moved)
+        if behind is not None:
+            self._keep(behind.windows)
+            self._ids[: len(behind.ids)] = behind.ids
+        captured.shape.refresh(rows, behind)
         (captured.drawn if captured.shape.is_drawn else captured.greedy)()
         return self.blocks(len(rows))
 
@@ -154,19 +156,24 @@ class Graphs:
         """
         if before is not None:
             self._windows[: len(before), 0] = before
-        if blocks is not None and blocks.windows.data_ptr() != self._windows.data_ptr():
-            self._windows[: len(blocks.windows)] = blocks.windows
+        if blocks is not None:
+            self._keep(blocks.windows)
         captured = self._verify[tier]
         captured.verify.refresh(plan, lengths)
         (captured.long if captured.verify.is_long else captured.short)()
         return self._logits[: plan.num_tokens]
+
+    def _keep(self, windows: Tensor) -> None:
+        """Bring ids to where graphs read them, unless they lie there."""
+        if windows.data_ptr() != self._windows.data_ptr():
+            self._windows[: len(windows)] = windows
 
     def close(self) -> None:
         """Destroy the graphs, then the memory that they use: before the communicators, whose work they hold."""
         self._recorder.close()
         self._verify.clear()
         self._draft.clear()
-        del self._logits, self._windows, self._survival, self._confidence, self._draft_logits
+        del self._logits, self._windows, self._ids, self._survival, self._confidence, self._draft_logits
         del self._model, self._pool, self._desk
 
     def _capture_verify(self, tier: int) -> _Tier:
@@ -198,7 +205,8 @@ class Graphs:
         shape.refresh(())
 
         def run(*, is_drawn: bool) -> None:
-            blocks = desk.draft(shape.inputs(), shape.sampling(is_drawn=is_drawn), (count, count))
+            inputs = shape.inputs(self._windows, self._ids)
+            blocks = desk.draft(inputs, shape.sampling(is_drawn=is_drawn), (count, count))
             self._windows[:count].copy_(blocks.windows)
             self._survival[:count].copy_(blocks.survival)
             self._confidence[:count].copy_(blocks.drafts.confidence)

@@ -23,6 +23,7 @@ from dsparkd.errors import InvariantError
 from dsparkd.executor.draft import anchor_positions, drawn_temperatures, sampling_params
 from dsparkd.executor.plan import Plan, PlanRow
 from dsparkd.executor.staging import Tokens, check, followed, lay_out, ranges
+from dsparkd.kernels.blocks import Anchors, go_on
 from dsparkd.kernels.sources import Origin, sources
 from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
@@ -304,6 +305,19 @@ class VerifyShape:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A step that verified blocks, and whose outcome only the device knows: windows [B, 1 + G], ids [S] int64 on it.
+
+    firsts, limits [B]: as verify.bounds has them.
+    """
+
+    windows: Tensor
+    ids: Tensor
+    firsts: Ints
+    limits: Ints
+
+
 class DraftShape:
     """The drafting of at most num_blocks blocks, padded to them. After `refresh`, is_drawn says whether a block is
     drawn: then the graph with noise is to be replayed, in which a temperature of 0 still means greedy."""
@@ -312,11 +326,14 @@ class DraftShape:
         self.num_blocks = num_blocks
         self.is_drawn = False
         self._pool, self._is_coupled = pool, is_coupled
-        names = ("anchor_ids", "positions", "slots", "seeds", "choices", "temperatures")
+        names = ("anchor_ids", "positions", "slots", "seeds", "choices", "temperatures", "firsts", "limits")
         self.feed = Feed({"num_live": (1,), **dict.fromkeys(names, (num_blocks,))}, pool.draft_keys.device)
 
-    def refresh(self, rows: Sequence[PlanRow]) -> None:
-        """Lay the anchors out, padding behind them. No host sync. Raises InvariantError for more than there is room."""
+    def refresh(self, rows: Sequence[PlanRow], behind: Behind | None = None) -> None:
+        """Lay the anchors out, padding behind them; behind: the step that moves them. No host sync.
+
+        Raises InvariantError for more than there is room.
+        """
         n = len(rows)
         if n > self.num_blocks:
             raise InvariantError(f"{n} blocks in a graph for {self.num_blocks}")
@@ -333,27 +350,29 @@ class DraftShape:
         for name, values in words.items():
             if name != "num_live":
                 values[n:] = 0
+        words["limits"][:] = -1
+        if behind is not None:
+            words["firsts"][:n], words["limits"][:n] = behind.firsts, behind.limits
         if n and int(words["slots"].max()) >= self._pool.sizes.num_slots:
             raise InvariantError(f"slot {int(words['slots'].max())} of {self._pool.sizes.num_slots}")
         self.is_drawn = bool(temperatures.any())
         self.feed.send()
 
-    def move(self, anchor_ids: Tensor, steps: Tensor) -> None:
-        """Put other anchors in the live rows' places, `steps` tokens further, [B] int64 each on the device."""
-        n = len(anchor_ids)
-        self.feed.tensors["anchor_ids"][:n].copy_(anchor_ids)
-        self.feed.tensors["positions"][:n].add_(steps)
+    def inputs(self, windows: Tensor, ids: Tensor) -> DraftInputs:
+        """What the drafter reads, made of the words on the device; part of what a graph captures.
 
-    def inputs(self) -> DraftInputs:
-        """What the drafter reads, made of the words on the device; part of what a graph captures."""
+        windows [B or more, 1 + G] int64: the blocks that the step before verified, ids [S] int64: what it chose.
+        """
         words, geometry = self.feed.tensors, self._pool.geometry
-        positions, origin = words["positions"], Origin(geometry.draft_ring_rows, words["slots"])
+        known = Anchors(words["anchor_ids"], words["positions"])
+        anchors = go_on(known, windows, ids, words["firsts"], words["limits"])
+        origin = Origin(geometry.draft_ring_rows, words["slots"])
         return DraftInputs(
-            anchor_ids=words["anchor_ids"],
-            positions=positions,
+            anchor_ids=anchors.ids,
+            positions=anchors.positions,
             rings=self._pool.draft_keys,
-            sources=sources(positions, -geometry.window, geometry.window, origin),
-            first=(geometry.window - positions).clamp(min=0),
+            sources=sources(anchors.positions, -geometry.window, geometry.window, origin),
+            first=(geometry.window - anchors.positions).clamp(min=0),
             all_visible=False,
             num_live_blocks=words["num_live"],
         )

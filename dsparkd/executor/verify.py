@@ -10,17 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dsparkd.errors import InvariantError
-from dsparkd.executor.accept import Block, accept_coupled
 from dsparkd.executor.lengths import admit
 from dsparkd.executor.masks import Masks, grammar_start
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput
 from dsparkd.executor.sampler import Choices, PromptRow, SampleRow
-from dsparkd.executor.upload import upload
 
 Drafted = tuple[int, ...]
 
@@ -185,21 +181,14 @@ def collect(
     return tuple(rows)
 
 
-def last_ids(windows: Tensor, lengths: Sequence[int], asked: Asked, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Each window's last kept id, and how many are kept, [B] int64 each, before the host knows.
+def bounds(lengths: Sequence[int], asked: Asked) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each window's chosen ids begin, and how many of its drafts may stand, -1 where nothing was chosen.
 
-    What `collect` will say. windows [B, W] int64 as in Blocks.windows, ids [S] int64 the sampler's, on the device. No
-    host sync.
+    So that blocks can begin behind a step before the host knows what `collect` will say (kernels.blocks.go_on).
     """
-    count, width = windows.shape
     readable = np.array(asked.readable, np.int64)
-    firsts = np.repeat(np.arange(count) * width - (np.cumsum(readable) - readable), readable)
-    places = upload(firsts + np.arange(int(readable.sum())), windows.device)
-    known = upload(np.stack([np.array(lengths, np.int64), readable]), windows.device)
-    target_ids = torch.zeros_like(windows)
-    target_ids.view(-1).index_copy_(0, places, ids)
-    accepted = accept_coupled(Block(windows[:, 1:], known[0], known[1]), target_ids)
-    return target_ids.gather(1, accepted.lens[:, None]).squeeze(1), accepted.lens + 1
+    limits = np.minimum(np.array(lengths, np.int64), readable - 1)  # one row is needed behind each draft that stands
+    return np.cumsum(readable) - readable, limits
 
 
 def _accept(drafts: Sequence[Drafted], asked: Asked, token_ids: Sequence[int]) -> list[int]:

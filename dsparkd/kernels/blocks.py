@@ -1,6 +1,6 @@
-"""The drafter's blocks laid out as rows: each an anchor and noise behind it, all of which see the same keys.
+"""The drafter's blocks: where they begin behind a step that runs, and their rows, each an anchor and noise behind it.
 
-Letters: B blocks, G rows of a block, W window, T rows with padding.
+Letters: B blocks, G rows of a block, W window, T rows with padding, S ids that a step has chosen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,35 @@ class BlockRows:
     positions: Tensor
     sources: Tensor
     first: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """ids, positions [B] int64: where blocks begin."""
+
+    ids: Tensor
+    positions: Tensor
+
+
+def go_on(known: Anchors, windows: Tensor, ids: Tensor, firsts: Tensor, limits: Tensor) -> Anchors:
+    """Anchors behind a step that verified blocks, before the host knows what it kept (executor.verify.collect).
+
+    windows [B or more, 1 + G] int64: an anchor and its drafts. ids [S] int64: what the step chose, block b's from
+    firsts[b] on. A draft stands while it is the id that was chosen in its place, at most limits[b] of them; the id
+    behind those is the next anchor. firsts, limits [B] int64; limits -1: the block begins where it is known to.
+    """
+    if ids.is_cuda:
+        from dsparkd.kernels.cuda import blocks as triton_blocks  # a cpu start imports no triton
+
+        return triton_blocks.go_on(known, windows, ids, firsts, limits)
+    B, width = known.ids.shape[0], windows.shape[1]
+    place = torch.arange(width)
+    chosen = ids[(firsts[:, None] + place).clamp_(max=len(ids) - 1)]  # [B, 1 + G]
+    stands = (windows[:B, 1:] == chosen[:, :-1]) & (place[1:] <= limits[:, None])
+    count = stands.long().cumprod(1).sum(1)
+    moves = limits >= 0
+    behind = chosen.gather(1, count[:, None])[:, 0]
+    return Anchors(torch.where(moves, behind, known.ids), known.positions + torch.where(moves, count + 1, 0))
 
 
 def lay_out(

@@ -6,13 +6,14 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
 from dsparkd.executor.plan import Plan, PlanRow, StepKind
-from dsparkd.executor.shapes import FAR, DraftShape, Feed, ShapeLimits, VerifyShape, choose_tiers
+from dsparkd.executor.shapes import FAR, Behind, DraftShape, Feed, ShapeLimits, VerifyShape, choose_tiers
 from dsparkd.executor.staging import Drafted, Stager
 from dsparkd.kv.geometry import KVGeometry, PoolSizes
 from dsparkd.kv.pool import KVPool
@@ -254,7 +255,7 @@ def test_a_draft_shape_lays_anchors_out_and_hides_everything_from_padding() -> N
     shape.refresh(rows)
     shape.refresh(rows)
 
-    got, sampling = shape.inputs(), shape.sampling(is_drawn=True)
+    got, sampling = shape.inputs(make_windows(), torch.zeros(1, dtype=torch.int64)), shape.sampling(is_drawn=True)
 
     ring = GEOMETRY.draft_ring_rows
     assert got.num_live_blocks is not None
@@ -269,6 +270,12 @@ def test_a_draft_shape_lays_anchors_out_and_hides_everything_from_padding() -> N
     was_drawn = shape.is_drawn
     assert sampling.temperatures.tolist() == torch.tensor([0.0, 0.7, 0.0, 0.0]).tolist()
     assert sampling.seeds.tolist() == [3, 77, 0, 0]
+    behind = Behind(make_windows()[:2], torch.tensor([1001, 1002, 5, 2]), np.array([0, 3]), np.array([2, 0]))
+    shape.refresh(rows, behind)
+    moved = shape.inputs(make_windows(), behind.ids)
+    assert moved.anchor_ids.tolist() == [5, 2, 0, 0]  # two drafts stand, and none
+    assert moved.positions.tolist() == [13, 301, 0, 0]
+    assert moved.first.tolist() == [3, 0, 16, 16]
     shape.refresh(rows[:1])
     assert (was_drawn, shape.is_drawn) == (True, False)
     with pytest.raises(InvariantError, match="5 blocks in a graph for 4"):

@@ -24,6 +24,7 @@ from dsparkd.grammar.compiler import tokenizer_info
 from dsparkd.grammar.matcher import Matcher
 from dsparkd.grammar.traversal import open_traversal
 from dsparkd.grammar.vocabulary import make_vocabulary
+from dsparkd.kernels.blocks import Anchors, go_on
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
@@ -454,7 +455,9 @@ def test_the_device_finds_the_anchors_that_the_host_will() -> None:
         kept = verify._accept(drafts, asked, ids)
         firsts = [sum(readable[:index]) for index in range(count)]
 
-        last, steps = verify.last_ids(torch.tensor(windows), lengths, asked, torch.tensor(ids))
+        known = Anchors(torch.full((count,), 7), torch.full((count,), 40))
+        bounds = [torch.from_numpy(part) for part in verify.bounds(lengths, asked)]
+        found = go_on(known, torch.tensor(windows), torch.tensor(ids), bounds[0], bounds[1])
 
-        assert steps.tolist() == kept
-        assert last.tolist() == [ids[first + number - 1] for first, number in zip(firsts, kept, strict=True)]
+        assert (found.positions - 40).tolist() == kept
+        assert found.ids.tolist() == [ids[first + number - 1] for first, number in zip(firsts, kept, strict=True)]

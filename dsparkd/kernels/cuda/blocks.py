@@ -1,6 +1,6 @@
-"""The drafter's blocks laid out as rows: Triton form, for cuda. One launch where torch takes a dozen.
+"""The drafter's blocks, where they begin and their rows: Triton form, for cuda. One launch where torch takes a dozen.
 
-Letters: B blocks, G rows of a block, W window.
+Letters: B blocks, G rows of a block, W window, S ids that a step has chosen.
 """
 
 from __future__ import annotations
@@ -9,9 +9,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.blocks import BlockRows
+from dsparkd.kernels.blocks import Anchors, BlockRows
 from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.tiles import power_of_two
+
+
+def go_on(known: Anchors, windows: Tensor, ids: Tensor, firsts: Tensor, limits: Tensor) -> Anchors:
+    """See kernels/blocks.py."""
+    B = known.ids.shape[0]
+    assert windows.is_contiguous()
+    moved = Anchors(known.ids.new_empty(B), known.positions.new_empty(B))
+    if B:
+        _go_on[(B,)](
+            known.ids,
+            known.positions,
+            windows,
+            ids,
+            firsts,
+            limits,
+            moved.ids,
+            moved.positions,
+            G=windows.shape[1] - 1,
+            num_warps=1,
+            launch_pdl=EARLY,
+        )
+    return moved
 
 
 def lay_out(
@@ -45,6 +67,36 @@ def lay_out(
             launch_pdl=EARLY,
         )
     return rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _go_on(  # type: ignore[no-untyped-def]
+    anchor_ids,  # [B]
+    positions,  # [B]
+    windows,  # [*, 1 + G]
+    ids,  # [S]
+    firsts,  # [B]
+    limits,  # [B]
+    moved_ids,  # [B]
+    moved_positions,  # [B]
+    G: tl.constexpr,
+):
+    follow()
+    b = tl.program_id(0).to(tl.int64)
+    anchor, position = tl.load(anchor_ids + b), tl.load(positions + b)
+    limit = tl.load(limits + b)
+    if limit >= 0:
+        own = ids + tl.load(firsts + b)
+        count = limit * 0
+        for j in tl.static_range(G):
+            # Nothing stands behind a draft that does not, so the number of those that do is the next one's place.
+            stands = (count == j) & (limit > j)
+            chosen = tl.load(own + j, mask=stands, other=-1)
+            count += (chosen == tl.load(windows + b * (1 + G) + 1 + j, mask=stands, other=-2)).to(tl.int64)
+        anchor = tl.load(own + count)
+        position += count + 1
+    tl.store(moved_ids + b, anchor)
+    tl.store(moved_positions + b, position)
 
 
 @triton.jit(do_not_specialize=["noise_id"])  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""Blocks laid out as rows, Triton and torch form."""
+"""Blocks, where they begin and laid out as rows, Triton and torch form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dsparkd.kernels import blocks
-from dsparkd.kernels.cuda.blocks import lay_out
+from dsparkd.kernels.blocks import Anchors
+from dsparkd.kernels.cuda.blocks import go_on, lay_out
 
 
 @pytest.mark.parametrize(("num_blocks", "gamma", "window"), [(1, 5, 128), (7, 5, 128), (3, 1, 16), (2, 3, 5)])
@@ -32,3 +33,23 @@ def test_padding_is_noise_at_position_0() -> None:
     assert rows.input_ids.tolist() == [1, 9, 9, 1, 9, 9] + [9] * 10
     assert rows.positions.tolist() == [40, 41, 42, 40, 41, 42] + [0] * 10
     assert rows.sources[:, 4:].tolist() == [[-1, -2, -3]] * 3 + [[-4, -5, -6]] * 3
+
+
+@pytest.mark.parametrize("num_blocks", [1, 9])
+def test_anchors_behind_a_step_are_those_of_the_torch_form(device: torch.device, num_blocks: int) -> None:
+    """All numbers of drafts that may stand, and blocks that stay where they are; drafts often agree."""
+    draw = torch.Generator().manual_seed(num_blocks)
+    seen = set()
+    for _ in range(100 // num_blocks):
+        windows = torch.ones((num_blocks + 2, 6), dtype=torch.int64)
+        limits = torch.randint(-1, 6, (num_blocks,), generator=draw)
+        firsts = (limits + 1).cumsum(0) - limits - 1
+        ids = (torch.rand(int((limits + 1).sum()) + 1, generator=draw) < 0.85).long()
+        known = Anchors(10 + torch.arange(num_blocks), 100 * torch.arange(num_blocks))
+        expected = blocks.go_on(known, windows, ids, firsts, limits)
+        places = Anchors(known.ids.to(device), known.positions.to(device))
+        got = go_on(places, windows.to(device), ids.to(device), firsts.to(device), limits.to(device))
+        assert torch.equal(got.ids.cpu(), expected.ids)
+        assert torch.equal(got.positions.cpu(), expected.positions)
+        seen |= set((expected.positions - known.positions).tolist())
+    assert seen == set(range(7))
