@@ -228,7 +228,7 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
             Tiles(128, 128, 64, 8, 3),
         )
     return (
-        Tiles(16, 64, 128, 4, 3),
+        Tiles(16, 64, 128, 4, 3, held=True, joined=False),
         Tiles(32, 64, 128, 4, 3, held=True, joined=False),
         Tiles(64, 128, 128, 8, 4, held=True),
         Tiles(128, 256, 128, 16, 3),

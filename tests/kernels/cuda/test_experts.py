@@ -128,7 +128,7 @@ def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None
 def test_tile_shapes_give_the_same_bits(device: torch.device, form: Format) -> None:
     """Blocks of 32, 64 and 128 gate rows beside as many up rows; inputs through shared memory or held."""
     shard, rows = make_shard(form, device, 256, 128), make_rows(9, 3, device, 256)
-    others = Tiles(16, 64, 128, 4, 3, held=True), Tiles(64, 128, 128, 8, 3), Tiles(64, 256, 128, 16, 3, held=True)
+    others = Tiles(16, 64, 128, 4, 3), Tiles(64, 128, 128, 8, 3), Tiles(64, 256, 128, 16, 3, held=True)
     shapes = (*tiles_of(form, torch.bfloat16), *others)
     made = [TritonExperts(shard, lambda *_, own=tiles: own)(*rows) for tiles in shapes]  # type: ignore[misc]
     assert all(torch.equal(one, made[0]) for one in made[1:])
