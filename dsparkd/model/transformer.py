@@ -97,13 +97,14 @@ class Transformer:
         compressed = Rotations.of(self._compressed_rotary, inputs.positions)
         embedded = self.embedding.index_select(0, inputs.input_ids)
         residual = Residual(embedded[:, None].repeat(1, self.config.hc_mult, 1))  # [T, S, D]
-        tapped: dict[int, Tensor] = {}
+        width = self.config.hidden_size
+        features = residual.streams.new_empty((len(embedded), len(taps) * width)) if taps else None
         for layer, (block, following) in enumerate(zip(self.blocks, [*self.blocks[1:], None], strict=True)):
             rotations = compressed if block.attention.ratio else main
             residual = block.forward(residual, inputs, rotations, pool, exchange, following)
-            if layer in taps:
-                tapped[layer] = (ordered_sum(residual.streams.float(), 1) / self.config.hc_mult).to(self.dtype)
-        features = torch.cat([tapped[layer] for layer in taps], 1) if taps else None
+            if features is not None and layer in taps:
+                place = taps.index(layer) * width
+                _average(residual.streams, features[:, place : place + width])
         return ForwardOutputs(self._logits(residual.streams, inputs), features)
 
     def _logits(self, streams: Tensor, inputs: ForwardInputs) -> Tensor:
@@ -115,3 +116,13 @@ class Transformer:
         hidden = self._head_connection.collapse(streams)
         hidden = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
         return self.head(hidden)[: inputs.num_logits]
+
+
+def _average(streams: Tensor, features: Tensor) -> None:
+    """Write the mean of streams [T, S, D] into features [T, D], maybe columns of more: float32 inside, one cast."""
+    if streams.is_cuda:
+        from dsparkd.kernels.cuda import taps  # a cpu start imports no triton
+
+        taps.average(streams, features)
+        return
+    features.copy_(ordered_sum(streams.float(), 1) / streams.shape[1])
