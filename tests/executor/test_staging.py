@@ -52,8 +52,8 @@ MIXED = Plan(
 )
 
 
-def stage(plan: Plan, topk: int = 16):  # type: ignore[no-untyped-def]
-    return Stager(GEOMETRY, topk, torch.device("cpu")).stage(plan)
+def stage(plan: Plan, topk: int = 16, geometry: KVGeometry = GEOMETRY):  # type: ignore[no-untyped-def]
+    return Stager(geometry, topk, torch.device("cpu")).stage(plan)
 
 
 def tokens_of(plan: Plan) -> list[tuple[PlanRow, int, int]]:
@@ -224,6 +224,27 @@ def test_only_tokens_that_are_all_kept_once_are_said_to_be_in_order() -> None:
         assert store is not None
         found.append((len(store.src), store.in_order))
     assert found == [(144, True), (144 + 128, False), (15, False)]
+
+
+def test_only_rows_of_a_verify_step_are_stored_before_the_ring_is_read() -> None:
+    """A longer chunk would overwrite what its first tokens need; and rows of page ends have no order."""
+    geometry = dataclasses.replace(GEOMETRY, gamma=3)
+    short, long_ = row(2, 300, 4, (3, 4, 9)), row(1, 0, 129, (1, 2))
+    fits, too_long = row(3, 300, 1, (5, 6, 9)), row(4, 300, 5, (7, 8, 9))
+    found = []
+    for rows in ((short, fits), (fits, too_long), (long_, fits)):
+        inputs = stage(Plan(StepKind.MIXED, rows), geometry=geometry)
+        stores = [inputs.attention.window_store]
+        stores += [each.store for each in (inputs.attention.csa, inputs.attention.hca) if each is not None]
+        assert len(stores) == 3
+        (early,) = {store.early for store in stores}
+        found.append(early)
+        assert not early or all(store.src.tolist() == list(range(len(store.src))) for store in stores)
+    assert found == [True, False, False]
+    saves = (SnapshotSave(1, 0, 128, inner_slot=7),)
+    wide = dataclasses.replace(GEOMETRY, gamma=200)
+    assert not stage(Plan(StepKind.MIXED, (long_,), (), saves), geometry=wide).attention.window_store.early
+    assert stage(Plan(StepKind.MIXED, (long_,)), geometry=wide).attention.window_store.early
 
 
 @pytest.mark.parametrize(("slot", "position"), [(5, 384), (5, 0), (2, 128)])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import InvariantError
-from dsparkd.kernels.attention import TorchAttention, WindowKeys
+from dsparkd.kernels.attention import KeptKeys, TorchAttention, WindowKeys
 from dsparkd.kernels.cuda import attention
 from dsparkd.kernels.cuda.attention import TritonAttention, norm_and_rotate
 from dsparkd.kernels.indexer import Visible
@@ -207,6 +207,36 @@ def test_heads_are_normed_weighed_and_rotated(device: torch.device, dtype: torch
     assert torch.equal(keys, keys_apart)
     assert close(queries.cpu(), expected[0])
     assert close(keys.cpu(), expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [7, 8])
+def test_keys_are_kept_as_they_are_made(device: torch.device, dtype: torch.dtype, heads: int) -> None:
+    """P-13: of the first tokens, where they are told to and nowhere else; padding goes to -1. Queries and keys are as
+    when nothing is kept, and the torch form keeps alike."""
+    query, latent, norms, rotation = heads_case(heads, 64, dtype)
+    turn = Rotation(rotation.cos.to(device), rotation.sin.to(device))
+    whole = noise(N + 4, 64, seed=11).to(dtype)
+    dst = torch.arange(N - 1).flip(0) + 1
+    dst[2] = -1
+
+    def run(kept: KeptKeys | None) -> tuple[Tensor, Tensor]:
+        return TritonAttention().heads(query.clone().to(device), latent.to(device), norms.to(device), turn, 1e-6, kept)
+
+    expected, keys = run(None)
+    before = whole.to(device)
+    after = before.clone()
+    queries, same_keys = run(KeptKeys(after[1:], dst.to(device)))
+
+    assert torch.equal(queries, expected)
+    assert torch.equal(same_keys, keys)
+    stored = [t for t in range(N - 1) if t != 2]
+    for t in stored:
+        before[1 + int(dst[t])] = keys[t]
+    assert torch.equal(after, before)
+    ring = whole[1:].clone()
+    _, torch_keys = TorchAttention().heads(query, latent, norms, rotation, 1e-6, KeptKeys(ring, dst.clamp(min=0)))
+    assert torch.equal(ring[dst[stored]], torch_keys[stored])
 
 
 def test_a_partial_overlap_of_input_and_output_is_refused(device: torch.device) -> None:

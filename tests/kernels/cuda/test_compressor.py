@@ -36,7 +36,9 @@ class Case:
         self.places, self.rotation = torch.tensor([5, 9, 2]), rotation_of(N)
         self.norms = [1 + 0.2 * noise(w, seed=4) for w in (D, I)]
 
-    def run(self, device: torch.device, part: slice = slice(0, N)) -> list[Tensor]:
+    def run(self, device: torch.device, part: slice = slice(0, N), dst: Tensor | None = None) -> list[Tensor]:
+        """Pages of entries and keys, and the ring behind it."""
+
         def moved(x: Tensor) -> Tensor:
             return x.contiguous().to(device)
 
@@ -44,9 +46,10 @@ class Case:
         closing = Closing(moved(self.sources[part].reshape(-1)), moved(self.places[part]), rotation)
         pages = [torch.full((12, w), torch.nan, dtype=self.dtype, device=device) for w in (D, I)]
         entries, keys = (Part(moved(norm), page) for norm, page in zip(self.norms, pages, strict=True))
-        made_of = Rows(moved(self.rows), moved(self.ring), moved(self.bias))
+        ring = moved(self.ring).clone()
+        made_of = Rows(moved(self.rows), ring, moved(self.bias), None if dst is None else moved(dst))
         close_entries(made_of, closing, EPS, entries, keys if self.overlap else None)
-        return [page.cpu() for page in pages]
+        return [*(page.cpu() for page in pages), ring.cpu()]
 
     def expected(self, n: int) -> list[Tensor]:
         """Entry n, and its indexer key."""
@@ -79,7 +82,7 @@ def test_an_entry_is_the_mean_of_its_window_by_the_softmax_of_its_gates(
     case = Case(overlap, dtype)
     pages = case.run(device)
     for n, place in enumerate(case.places.tolist()):
-        for page, exact in zip(pages, case.expected(n), strict=False):
+        for page, exact in zip(pages[:2], case.expected(n), strict=False):
             assert close(page[place], exact)
     untouched = [p for p in range(12) if p not in case.places]
     assert pages[0][untouched].isnan().all()
@@ -103,9 +106,36 @@ def test_padding_of_a_captured_shape_makes_no_entry(device: torch.device, overla
     case = Case(overlap, torch.float32)
     whole = case.run(device)
     left_out, case.places[1] = int(case.places[1]), -1
-    for page, expected in zip(case.run(device), whole, strict=True):
+    for page, expected in zip(case.run(device)[:2], whole[:2], strict=True):
         expected[left_out] = torch.nan
         assert torch.equal(page.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_steps_rows_are_kept_beside_its_entries(device: torch.device, overlap: bool) -> None:
+    """P-13: the first of them, where they are told to and nowhere else; padding goes to -1. No entry of a step reads
+    what its rows overwrite, and so the entries are those that are made when nothing is kept."""
+    case = Case(overlap, torch.float32)
+    case.ring = torch.cat((case.ring, noise(8, case.ring.shape[1], seed=6)))
+    count = 5
+    dst = RING + torch.arange(count).flip(0)
+    dst[1] = -1
+    *pages, ring = case.run(device, dst=dst)
+    *expected, untouched = case.run(device)
+    for page, other in zip(pages, expected, strict=True):
+        assert torch.equal(page.nan_to_num(7), other.nan_to_num(7))
+    for k in (k for k in range(count) if k != 1):
+        untouched[dst[k]] = case.rows[k]
+    assert torch.equal(ring.nan_to_num(7), untouched.nan_to_num(7))
+
+
+def test_rows_are_kept_where_every_entry_is_padding(device: torch.device) -> None:
+    """Most decode steps close nothing."""
+    case = Case(True, torch.float32)
+    case.places[:] = -1
+    *pages, ring = case.run(device, dst=torch.tensor([3, 1]))
+    assert all(page.isnan().all() for page in pages)
+    assert torch.equal(ring[[3, 1]], case.rows[:2])
 
 
 @pytest.mark.parametrize("overlap", [True, False])
