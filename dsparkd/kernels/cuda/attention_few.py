@@ -45,6 +45,8 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
     logits = sink.new_empty((n, H, room))
     num_blocks, rotary = count_tiles(H, tile.heads), inverse.cos.shape[-1]
     few = min(KEYS, tile.keys)
+    # All of a row at once; or one part less, so that two programs find room on a processor.
+    parts = d // KEY_COLUMNS + (n <= FEWER_TOKENS)
     _lay_keys[(n, room // few, num_blocks)](
         queries,
         keys.ring,
@@ -68,6 +70,7 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
         BLOCK_H=tile.heads,
         BLOCK_K=tile.keys,
         BLOCK_C=KEY_COLUMNS if IS_COMPILED else d,
+        STAGES=max(2, parts),
         FEW=few,
         OPERAND=operand(queries),
         PRECISION=precision(queries),
@@ -125,6 +128,7 @@ def _lay_keys(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
     FEW: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -159,7 +163,7 @@ def _lay_keys(  # type: ignore[no-untyped-def]
     # All loads are under way at once: these, and those of the product by its stages, which take no registers.
     every = tl.arange(0, D)
     keys = tl.load(row[:, None] + every[None, :])
-    for column in tl.range(0, D, BLOCK_C, num_stages=D // BLOCK_C + 1):
+    for column in tl.range(0, D, BLOCK_C, num_stages=STAGES):
         c = column + tl.arange(0, BLOCK_C)
         part = tl.load(row[:, None] + c[None, :])
         q = tl.load(queries + (t * H + h)[:, None] * D + c[None, :], mask=(h < H)[:, None], other=0.0)
