@@ -12,8 +12,9 @@ from hypothesis import given
 from dsparkd.errors import InvariantError, PeerError
 from dsparkd.executor.costs import CostTable, Origin
 from dsparkd.executor.plan import StepKind
+from dsparkd.executor.shapes import choose_tiers
 from dsparkd.scheduler.agreement import UNKNOWN_TIER, Channel, Drafting
-from dsparkd.scheduler.pace import KNOWN_SAMPLES
+from dsparkd.scheduler.pace import KNOWN_SAMPLES, Pace, PairCosts
 from dsparkd.scheduler.request import Request
 from dsparkd.scheduler.speculation import STALE_STEPS, SpeculationPlanner
 
@@ -117,6 +118,29 @@ def test_x25_d30_a_captured_tier_is_filled(wanted, num_tokens):
     found = planner.compact((8, 2), wanted)
     assert (found.num_tokens if found is not None else None) == num_tokens
     assert planner.compact((12, 2), (40, 3)).num_tokens == (40, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "num_tokens"),
+    [
+        ((1, 0), (3, 0), (4, 0)),
+        ((1, 1), (2, 6), (6, 6)),  # a tier of one window
+        ((1, 1), (0, 2), (2, 2)),
+        ((2, 1), (5, 0), (6, 6)),
+    ],
+)
+def test_x25_tiers_below_a_row_tile_are_filled_alike(rows, wanted, num_tokens):
+    """X-25: a graph of few tokens runs for few; one row may have as many drafts as its tier holds."""
+    planner = SpeculationPlanner(5, 12, is_compact=True, captured=choose_tiers(12 * 6))
+    found = planner.compact(rows, wanted)
+    assert found is not None
+    assert found.num_tokens == num_tokens
+
+
+def test_one_row_weighs_the_tiers_that_it_can_fill():
+    """Numbers of drafts between two tiers cost what the next one does; a whole window is the last to be weighed."""
+    costs = PairCosts(Pace(table(lambda rows, width: rows * width), 5), 1, 5, choose_tiers(12 * 6), None)
+    assert list(costs.counts(1, 5)) == [1, 3, 5]
 
 
 def test_x25_a_number_that_no_tier_holds_fails_the_pair():
