@@ -45,8 +45,8 @@ class WindowKeys:
 class EntryKeys:
     """A block's compressed keys: token t sees rows slots[t, :counts[t]] of entries [*, d]; behind them slots are 0.
 
-    slots [n, N] int64, N a multiple of KEY_TILE; counts [n] int64. rows [n] int64, where the kernel's own `see` made
-    it: token t's slots are slots[rows[t]] of slots [B, N].
+    slots [n, N] int64, N a multiple of KEY_TILE; counts [n] int64, of which on cuda no more than N count. rows [n]
+    int64, where the kernel's own `see` made it: token t's slots are slots[rows[t]] of slots [B, N].
     """
 
     entries: Tensor

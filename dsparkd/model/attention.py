@@ -21,6 +21,7 @@ from dsparkd.kernels.attention import EntryKeys, KeptKeys, WindowKeys
 from dsparkd.kernels.beside import Beside, in_line
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.rotary import Rotation
+from dsparkd.kernels.tiles import KEY_TILE
 from dsparkd.kv.geometry import CSA_RATIO, HCA_RATIO
 from dsparkd.kv.pool import KVPool
 from dsparkd.model.compressor import Compressor
@@ -253,8 +254,10 @@ class Attention:
             return self._projections.kernel.see(entries.entries, visible)
         assert entries.keys is not None
         assert entries.query is not None
-        slots = self._indexer.choose(entries.query, part, entries.keys, visible)
-        return EntryKeys(entries.entries, slots, counts.clamp(max=self._indexer.topk))
+        # Ahead of the choice, as the kernels want numbers before they wait for it. On cuda a row of slots bounds them.
+        is_bounded = counts.is_cuda and self._indexer.topk % KEY_TILE == 0
+        seen = counts if is_bounded else counts.clamp(max=self._indexer.topk)
+        return EntryKeys(entries.entries, self._indexer.choose(entries.query, part, entries.keys, visible), seen)
 
 
 @dataclass(frozen=True, slots=True)

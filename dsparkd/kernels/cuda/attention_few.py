@@ -139,16 +139,14 @@ def _lay_keys(  # type: ignore[no-untyped-def]
     k = place - window_room
     in_window = start < window_room
     hidden = settled(first + t, True).to(tl.int32)
-    count = 0
+    count = tl.minimum(settled(counts + t, True).to(tl.int32), E)
     index = tl.zeros([FEW], tl.int64)  # a window key's source, an entry's slot
     if in_window:
         index = settled(sources + t * W + tl.minimum(tl.maximum(place, hidden), W - 1), place >= 0)
     elif by_rows:
-        count = tl.minimum(settled(counts + t, True).to(tl.int32), E)
         index = settled(slots + settled(rows + t, True) * slot_stride + tl.minimum(k, count - 1), k < count)
     follow()
     if (start >= window_room) & (by_rows == 0):  # the launch before may have chosen them
-        count = tl.minimum(tl.load(counts + t).to(tl.int32), E)
         index = tl.load(slots + t * slot_stride + tl.minimum(k, count - 1), mask=k < count, other=0)
     # Whole tiles, as the second launch reads them; of tiles that no key of is seen none.
     begin = tl.where(in_window, hidden // BLOCK_K * BLOCK_K, 0)
