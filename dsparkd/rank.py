@@ -484,7 +484,7 @@ def cache_path(config: EngineConfig) -> PathState:
 
 
 def peer_path(engine: EngineConfig) -> PathState:
-    """Whether few rows of experts go straight into the peer's memory, for /server_info and the log."""
+    """Whether rows of experts go straight into the peer's memory, for /server_info and the log."""
     if engine.device == "cpu" or engine.shared_device:
         return PathState("peer_memory", "off", _why_no_device_of_its_own(engine))
     return PathState("peer_memory", "active", f"up to {PEER_WORDS} words at once; more go over NCCL")

@@ -642,7 +642,7 @@ def test_m06_a_packed_cache_is_said() -> None:
 def test_m06_stores_into_the_peers_memory_are_said() -> None:
     """M-06: two devices are needed for them; where they cannot be had, the start fails instead."""
     for settings, state, why in (
-        ({"device": "cuda"}, "active", "up to 2097152 words at once; more go over NCCL"),
+        ({"device": "cuda"}, "active", "up to 16777216 words at once; more go over NCCL"),
         ({"device": "cuda", "shared_device": True}, "off", "engine.shared_device = true"),
         ({"device": "cpu"}, "off", 'engine.device = "cpu"'),
     ):

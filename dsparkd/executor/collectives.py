@@ -1,10 +1,9 @@
 """torch.distributed between the two ranks: one swap of tensors, and what is made of it.
 
 Host data (plan words, barriers, experts on cpu) goes over gloo. Experts on cuda go by stores into the peer's memory
-where their words fit into what is kept for them, as those of decode steps do, else over NCCL; or over gloo through host
-memory where both ranks share one device, which NCCL refuses. Both ranks know both numbers of words, so they go the same
-way. Everything binds to loopback; the ranks find each other by a port that rank 0 tells rank 1 over a socketpair made
-before the fork.
+where their words fit into what is kept for them, else over NCCL; or over gloo through host memory where both ranks
+share one device, which NCCL refuses. Both ranks know both numbers of rows, so they go the same way. Everything binds to
+loopback; the ranks find each other by a port that rank 0 tells rank 1 over a socketpair made before the fork.
 
 Letters: T tokens of this rank, R rows of both ranks, C packed width, D width.
 """
@@ -16,6 +15,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from dsparkd.kernels.cuda.peer import PeerWords
 
 NUM_RANKS = 2
-PEER_WORDS = 1 << 21  # that one exchange may store into the peer's memory: 512 rows of 4,096
-CROSSING_ROWS = 64  # of a rank, up to which their words go while they are made, whose programs can all wait at once
+FEW_ROWS = 64  # of a rank, up to which their words go while they are made: all programs that make them fit at once
+FEW_WORDS = 1 << 19  # that such rows may have
+PEER_WORDS = 1 << 24  # that an exchange of more rows may store into the peer's memory: 4,000 rows of 4,096
 HOST = "127.0.0.1"
 _PORT = struct.Struct("<H")
 
@@ -163,17 +164,26 @@ class RankGroups:
         del self._gloo, self._store
 
 
+class Way(Enum):
+    """How a layer's rows and sums go. FEW: they are stored as the peer takes them, by the kernels that make them where
+    it has rows of its own. MANY: by a kernel behind those. FAR: over a swap."""
+
+    FEW = auto()
+    MANY = auto()
+    FAR = auto()
+
+
 class SwapExpertExchange:
     """model.moe.ExpertExchange over a swap: rows to the peer and its rows here, partial sums back the same way.
 
-    words: carries what fits in there, where the ranks reach each other's memory. Few rows of them go while they are
-    made, and need no swap.
+    words: carries what fits in there instead, where the ranks reach each other's memory.
     """
 
     def __init__(self, dp_rank: int, swap: Swap, words: PeerWords | None = None) -> None:
         self._dp_rank = dp_rank
-        self._far = swap
+        self._swap = swap
         self._words = words
+        self._way = Way.FAR
         self._counts = [0, 0]
         self._both: Tensor | None = None  # where the next rows are gathered, once their room is given out
         self._is_crossing = False  # the kernel that writes them there exchanges them, too
@@ -188,17 +198,20 @@ class SwapExpertExchange:
 
     def room(self, width: int, device: torch.device) -> Tensor:
         """See model.moe.ExpertExchange."""
-        self._both = torch.empty((sum(self._counts), width), dtype=torch.float32, device=device)
+        self._way = self._choose(width)
+        if self._words is not None and self._way is Way.MANY:
+            self._both = self._words.arrivals(sum(self._counts), width)
+        else:
+            self._both = torch.empty((sum(self._counts), width), dtype=torch.float32, device=device)
         return torch.split(self._both, self._counts)[self._dp_rank]
 
     def crossing(self) -> Crossing | None:
         """See model.moe.ExpertExchange."""
-        both, words = self._both, self._words
-        assert both is not None
-        if words is None or not self._are_few(words, both.shape[1]):
+        if self._words is None or self._way is not Way.FEW:
             return None
+        assert self._both is not None
         self._is_crossing = True
-        return words.cross(torch.split(both, self._counts)[1 - self._dp_rank])
+        return self._words.cross(torch.split(self._both, self._counts)[1 - self._dp_rank])
 
     def gather(self, rows: Tensor) -> Tensor:
         """See model.moe.ExpertExchange."""
@@ -213,35 +226,43 @@ class SwapExpertExchange:
         own = parts[self._dp_rank]
         if rows.data_ptr() != own.data_ptr():
             own.copy_(rows)
-        self._swap(own, parts[1 - self._dp_rank])
+        if self._words is None or self._way is Way.FAR:
+            self._swap(own, parts[1 - self._dp_rank])
+        elif self._way is Way.MANY:
+            self._words.push(own, self._dp_rank * self._counts[0] * both.shape[1])
+        else:
+            self._words.swap(own, parts[1 - self._dp_rank])
         return both
 
     def parting(self, width: int, device: torch.device) -> Parting | None:
         """See model.moe.ExpertExchange."""
-        words = self._words
-        if words is None or not self._are_few(words, width):
+        if self._words is None or self._way is not Way.FEW:
             return None
         self._peers = torch.empty((self._counts[self._dp_rank], width), dtype=torch.float32, device=device)
-        return Parting(words.cross(self._peers), (self._counts[0], self._counts[1]), self._dp_rank)
+        return Parting(self._words.cross(self._peers), (self._counts[0], self._counts[1]), self._dp_rank)
 
     def combine(self, partial: Tensor) -> Sequence[Tensor]:
         """See model.moe.ExpertExchange."""
         own, peers, self._peers = partial, self._peers, None
         if peers is None:
             parts = torch.split(partial, self._counts)
-            own = parts[self._dp_rank]
-            peers = torch.empty_like(own)
-            self._swap(parts[1 - self._dp_rank], peers)
+            own, sent = parts[self._dp_rank], parts[1 - self._dp_rank]
+            if self._words is not None and self._way is Way.MANY:
+                peers = self._words.arrivals(*own.shape)
+                self._words.push(sent, 0)
+            else:
+                peers = torch.empty_like(own)
+                (self._swap if self._words is None or self._way is Way.FAR else self._words.swap)(sent, peers)
         return (own, peers) if self._dp_rank == 0 else (peers, own)
 
-    def _are_few(self, words: PeerWords, width: int) -> bool:
-        most = max(self._counts)
-        return most <= CROSSING_ROWS and most * width <= words.num_words
-
-    def _swap(self, sent: Tensor, received: Tensor) -> None:
-        words = self._words
-        fits = words is not None and max(sent.numel(), received.numel()) <= words.num_words
-        (words.swap if words is not None and fits else self._far)(sent, received)
+    def _choose(self, width: int) -> Way:
+        """The way of rows of so many words, and of their sums, which have no more than twice as many."""
+        most, words = max(self._counts), self._words
+        if words is None:
+            return Way.FAR
+        if most <= FEW_ROWS and 2 * width * most <= words.few:
+            return Way.FEW
+        return Way.MANY if 2 * width * most <= words.many else Way.FAR
 
 
 def _open_store(dp_rank: int, peer: socket.socket, timeout_s: float) -> Store:
@@ -289,25 +310,25 @@ def _open_nccl(dp_rank: int, store: Store, device: torch.device, timeout_s: floa
 
 def _open_words(dp_rank: int, device: torch.device, timeout_s: float) -> PeerWords:
     """Map each rank's memory for words that arrive into the other one. Raises CapabilityError where it cannot be."""
-    from dsparkd.kernels.cuda.peer import NUM_BOXES, PeerWords  # a start on the cpu loads no compiler
+    from dsparkd.kernels.cuda.peer import PeerWords, memory_size  # a start on the cpu loads no compiler
 
     # Before its module is loaded: memory that many devices write at once is not needed, and not every host has it.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed._symmetric_memory as symmetric
 
-    group, shape = dist.group.WORLD, (NUM_BOXES, PEER_WORDS)
+    group, size = dist.group.WORLD, memory_size(FEW_WORDS, PEER_WORDS)
     assert group is not None
     try:
-        ours = symmetric.empty(shape, dtype=torch.int64, device=device).zero_()
+        ours = symmetric.empty(size, dtype=torch.int64, device=device).zero_()
         torch.cuda.synchronize(device)  # the peer may store as soon as it knows the memory
-        theirs = symmetric.rendezvous(ours, group.group_name).get_buffer(1 - dp_rank, shape, torch.int64)
+        theirs = symmetric.rendezvous(ours, group.group_name).get_buffer(1 - dp_rank, (size,), torch.int64)
     except RuntimeError as error:
         raise CapabilityError(
             feature="engine.device = 'cuda'",
             missing=f"device memory that the peer can map ({_first_line(error)})",
             remedy="use two GPUs of one NVLink or PCIe domain, and a driver that shares their memory by descriptors",
         ) from error
-    words = PeerWords(ours, theirs, timeout_s)
+    words = PeerWords(ours, theirs, FEW_WORDS, PEER_WORDS, timeout_s)
     words.compile()
     return words
 

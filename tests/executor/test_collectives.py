@@ -136,77 +136,112 @@ def test_ranks_on_one_device_swap_its_memory(pair: Pair) -> None:
 
 
 class NearWords:
-    """Carries up to num_words words, and notes what it was asked for; the others go the far way."""
+    """Carries few or many words, up to so many, and notes what it was asked for; the others go the far way."""
 
-    def __init__(self, num_words: int) -> None:
-        self.num_words = num_words
+    def __init__(self, few: int, many: int) -> None:
+        self.few, self.many = few, many
         self.calls: list[str] = []
 
     def begin_step(self) -> None:
         self.calls.append("begin")
 
     def swap(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        self.calls.append(f"{sent.numel()} {received.numel()}")
+        self.calls.append(f"swap {sent.numel()} {received.numel()}")
 
     def cross(self, received: torch.Tensor) -> Crossing:
         self.calls.append(f"cross {received.numel()}")
         return Crossing(received, received, received, 0, 1, received)
 
+    def arrivals(self, rows: int, width: int) -> torch.Tensor:
+        self.calls.append(f"arrivals {rows} {width}")
+        return torch.full((rows, width), 7.0)
 
-@pytest.mark.parametrize(("counts", "words"), [((3, 5), [12, 20]), ((5, 3), [20, 12]), ((0, 5), [0, 20])])
-def test_both_ranks_store_what_fits_into_each_others_memory(counts: tuple[int, int], words: list[int]) -> None:
-    """The larger rank decides, so both go the same way; a step is announced even if nothing of it goes the near one."""
+    def push(self, sent: torch.Tensor, place: int) -> None:
+        self.calls.append(f"push {sent.numel()} to {place}")
+
+
+def exchange_over(rank: int, few: int, many: int) -> tuple[SwapExpertExchange, NearWords, list[str]]:
+    """An exchange, what it asks of the near way, and what of the far one."""
+    near, far = NearWords(few, many), NearWords(0, 0)
+    return SwapExpertExchange(rank, far.swap, cast("PeerWords", near)), near, far.calls
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "way"), [(40, 400, "cross"), (39, 40, "push"), (0, 40, "push"), (39, 39, "far"), (0, 0, "far")]
+)
+@pytest.mark.parametrize("counts", [(3, 5), (5, 3), (0, 5)])
+def test_both_ranks_choose_the_same_way(counts: tuple[int, int], few: int, many: int, way: str) -> None:
+    """The larger rank decides: one that stored while the other waited for NCCL would hang both. A step is announced
+    even if nothing of it goes a near way, so that its number is the same on both."""
     for rank in (0, 1):
-        for room, is_near in ((20, True), (19, False)):
-            near, far = NearWords(room), NearWords(0)
-            exchange = SwapExpertExchange(rank, far.swap, cast("PeerWords", near))
-            exchange.begin_step(counts)
-            exchange.gather(torch.zeros(counts[rank], 4))
-            exchange.combine(torch.zeros(sum(counts), 4))
-            expected = [f"{words[rank]} {words[1 - rank]}", f"{words[1 - rank]} {words[rank]}"]
-            assert near.calls == ["begin", *expected] if is_near else ["begin"]
-            assert far.calls == ([] if is_near else expected)
+        exchange, near, far = exchange_over(rank, few, many)
+        own, peers, device = counts[rank], counts[1 - rank], torch.device("cpu")
+        exchange.begin_step(counts)
+        rows = exchange.room(4, device)
+        assert (exchange.crossing() is not None) == (way == "cross")
+        exchange.gather(rows)
+        assert (exchange.parting(8, device) is not None) == (way == "cross")
+        exchange.combine(torch.zeros(own if way == "cross" else sum(counts), 8))
+        place = counts[0] * 4 * rank
+        wanted = {
+            "cross": ["begin", f"cross {4 * peers}", f"cross {8 * own}"],
+            "push": [
+                *("begin", f"arrivals {sum(counts)} 4", f"push {4 * own} to {place}"),
+                *(f"arrivals {own} 8", f"push {8 * peers} to 0"),
+            ],
+            "far": ["begin"],
+        }
+        assert near.calls == wanted[way]
+        assert far == ([f"swap {4 * own} {4 * peers}", f"swap {8 * peers} {8 * own}"] if way == "far" else [])
+
+
+def test_more_than_few_rows_go_behind_what_makes_them() -> None:
+    """All programs that wait for words have to fit on the device at once."""
+    for most, is_few in ((64, True), (65, False)):
+        exchange, _, _ = exchange_over(0, 10_000, 10_000)
+        exchange.begin_step((most, 2))
+        exchange.room(4, torch.device("cpu"))
+        assert (exchange.crossing() is not None) == is_few
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("counts", "crosses"), [((3, 64), True), ((3, 65), False)])
-def test_few_rows_cross_while_they_are_made(rank: int, counts: tuple[int, int], crosses: bool) -> None:
-    """Whoever writes them exchanges them: then nothing is swapped, and the parts lie where they always do."""
-    near, far, device = NearWords(10_000), NearWords(0), torch.device("cpu")
-    exchange = SwapExpertExchange(rank, far.swap, cast("PeerWords", near))
-    own, peers = counts[rank], counts[1 - rank]
+def test_rows_that_cross_while_they_are_made_lie_where_they_always_do(rank: int) -> None:
+    """Whoever writes them brings the peer's; sums stay in rank order."""
+    exchange, _, _ = exchange_over(rank, 1000, 1000)
+    counts, device = (3, 5), torch.device("cpu")
     for _ in range(2):
         exchange.begin_step(counts)
-        near.calls.clear()
-        rows = exchange.room(4, device).fill_(rank)
-        crossing = exchange.crossing()
-        assert (crossing is not None) == crosses
-        if crossing is not None:
-            crossing.received.fill_(1 - rank)
-        gathered = exchange.gather(rows)
-        if crosses:
-            assert gathered[:, 0].tolist() == [0.0] * counts[0] + [1.0] * counts[1]
+        rows, crossing = exchange.room(4, device).fill_(rank), exchange.crossing()
+        assert crossing is not None
+        crossing.received.fill_(1 - rank)
+        assert exchange.gather(rows)[:, 0].tolist() == [0.0] * counts[0] + [1.0] * counts[1]
         parting = exchange.parting(8, device)
-        assert (parting is not None) == crosses
-        if parting is not None:
-            assert (parting.counts, parting.rank) == (counts, rank)
-            parting.crossing.received.fill_(7.0)
-        sums = exchange.combine(torch.full((own if crosses else sum(counts), 8), 5.0))
-        if crosses:
-            assert [float(part[0, 0]) for part in sums] == ([5.0, 7.0] if rank == 0 else [7.0, 5.0])
-            assert near.calls == [f"cross {4 * peers}", f"cross {8 * own}"]
-        else:
-            assert near.calls == [f"{4 * own} {4 * peers}", f"{8 * peers} {8 * own}"]
+        assert parting is not None
+        assert (parting.counts, parting.rank) == (counts, rank)
+        parting.crossing.received.fill_(7.0)
+        sums = exchange.combine(torch.full((counts[rank], 8), 5.0))
+        assert [float(part[0, 0]) for part in sums] == ([5.0, 7.0] if rank == 0 else [7.0, 5.0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_many_rows_lie_in_memory_that_the_peer_stores_into(rank: int) -> None:
+    """This rank's are written there, too, and nothing is copied; sums stay in rank order."""
+    exchange, _, _ = exchange_over(rank, 0, 1000)
+    exchange.begin_step((3, 5))
+    rows = exchange.room(4, torch.device("cpu")).fill_(1.0)
+    wanted = [1.0] * 3 + [7.0] * 5 if rank == 0 else [7.0] * 3 + [1.0] * 5
+    assert exchange.gather(rows)[:, 0].tolist() == wanted
+    sums = exchange.combine(torch.full((8, 8), 5.0))
+    assert [float(part[0, 0]) for part in sums] == ([5.0, 7.0] if rank == 0 else [7.0, 5.0])
 
 
 def test_a_rank_without_rows_takes_them_in_a_launch_of_its_own() -> None:
     """No kernel of its own writes rows for it to wait beside."""
-    near = NearWords(10_000)
-    exchange = SwapExpertExchange(0, near.swap, cast("PeerWords", near))
+    exchange, near, _ = exchange_over(0, 1000, 1000)
     exchange.begin_step((0, 3))
     exchange.gather(torch.empty((0, 4)))
     assert exchange.parting(8, torch.device("cpu")) is not None
-    assert near.calls == ["begin", "0 12", "cross 0"]
+    assert near.calls == ["begin", "swap 0 12", "cross 0"]
 
 
 def wrong_replays(groups: RankGroups, exchange: SwapExpertExchange, rank: int, count: int) -> int:

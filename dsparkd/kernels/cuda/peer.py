@@ -1,14 +1,17 @@
 """Words between two GPUs: Triton form, for cuda. Each stores into the memory of the other, and takes from its own.
 
-A word travels with the number of its exchange, eight bytes that are stored and loaded as one. So the word itself says
-that it is there: an exchange is one launch and one way over the wire, without a barrier, and its time is that of the
-bytes, twice as many, and of that way.
+Few words travel with the number of their exchange, eight bytes that are stored and loaded as one. So the word itself
+says that it is there: an exchange is one way over the wire, without a barrier, and kernels that make words can exchange
+them themselves (`post`, `take`). Its time is that of twice the bytes, and of that way.
 
-Exchanges take turns between two boxes of memory, first one, then the other. The two ranks make them in the same order,
-and of two that follow each other every rank whose words the second takes away has got words in the first, from a peer
-that had therefore ended the one before: nothing is stored over words that have not been taken. This holds for rows that
-go to experts and sums that come back, whatever the ranks' numbers of rows: who sends nothing in one takes nothing in
-the other.
+Many words are stored where the peer's next kernels read them. Every program stores its part, then the number behind it,
+and waits for the number of the program that is its like there: two ways, but the bytes once.
+
+Both ranks make the same exchanges in the same order, and these take turns between two boxes of memory, and two rows of
+numbers: nothing that has not been taken is stored over. Of few words, every rank whose words the second of two
+exchanges takes away has got words in the first, from a peer that had therefore ended the one before: who sends no rows
+to experts takes no sums back. Of many words the numbers go both ways, even with no words, so that at the end of an
+exchange all that the peer launched before its own has ended, as what reads the words of the last exchange has.
 
 Numbers come again after 2**32 exchanges. A box then holds those of the last ones.
 """
@@ -29,35 +32,37 @@ from dsparkd.kernels.tiles import count_tiles
 NUM_BOXES = 2
 STEP = 1 << 10  # exchanges that a step may make
 SPINS_PER_S = 5_000_000  # looks at words that have not come: 4.7 million on an H200
-FORMS = ((256, 1), (2048, 8))  # words of a program and its warps
-FEW_WORDS = 1 << 18  # up to here many small programs, which come sooner; above it fewer than the device holds at once
+SWAPPED = 256  # words of a program where few are exchanged
+PUSHED = 4096  # words that a program stores at once where many are
+NUM_PROGRAMS = 64  # that store many words: more are no faster on an H200
 UNIT = 4  # words that are moved at once, where their numbers are multiples of it
+
+
+def memory_size(few: int, many: int) -> int:
+    """Elements of the memory for exchanges of so many words, 64 bits each; `many` is even."""
+    return NUM_BOXES * (few + many // 2 + NUM_PROGRAMS // 2)
 
 
 class PeerWords:
     """Exchanges of words between this device and its peer, ordered on the current stream. Owned by the tick thread.
 
-    ours, theirs: boxes [2, w] int64 of this rank and of its peer, zeros at first. timeout_s: a peer that does not come
-    for longer fails the device.
+    ours, theirs: memory of this rank and of its peer, memory_size(few, many) int64, zeros at first. few, many: words
+    that an exchange of either kind may bring in a direction. timeout_s: a peer that does not come for longer fails the
+    device.
     """
 
-    def __init__(self, ours: Tensor, theirs: Tensor, timeout_s: float) -> None:
-        self._ours, self._theirs = ours.unbind(), theirs.unbind()
+    def __init__(self, ours: Tensor, theirs: Tensor, few: int, many: int, timeout_s: float) -> None:
+        self.few, self.many = few, many
+        self._ours, self._theirs = _Memory(ours, few, many), _Memory(theirs, few, many)
         # On the device, as a captured step is launched again as it is.
         self._number = torch.zeros(1, dtype=torch.int32, device=ours.device)
         self._index = 0
         self._spins = int(timeout_s * SPINS_PER_S)
 
-    @property
-    def num_words(self) -> int:
-        """The most words that an exchange may bring in either direction."""
-        return self._ours[0].numel()
-
     def compile(self) -> None:
-        """Compile all forms, at start: no step shall wait for a compiler. Nothing is stored."""
+        """Compile at start: no step shall wait for a compiler. Nothing is stored."""
         nothing = torch.empty(0, device=self._number.device)
-        for block, warps in FORMS:
-            self._launch(nothing, nothing, 1, block, warps)
+        self._launch_swap(nothing, nothing, 1)
 
     def begin_step(self) -> None:
         """Begin the next step, with the first box."""
@@ -65,49 +70,98 @@ class PeerWords:
         self._index = 0
 
     def swap(self, sent: Tensor, received: Tensor) -> None:
-        """Give the peer words and take its: float32, contiguous, as many as the peer's counterpart has."""
+        """Give the peer few words and take its: float32, contiguous, as many as the peer's counterpart has."""
         assert sent.is_contiguous()
         assert received.is_contiguous()
         most = max(sent.numel(), received.numel())
-        assert most <= self.num_words
-        block, warps = FORMS[most > FEW_WORDS]
-        self._launch(sent, received, count_tiles(most, block), block, warps)
+        assert most <= self.few
+        self._launch_swap(sent, received, count_tiles(most, SWAPPED))
         self._index += 1
 
     def cross(self, received: Tensor) -> Crossing:
-        """Take the next turn for a kernel that exchanges words itself; received: where the peer's come to lie."""
+        """Take the next turn for a kernel that exchanges few words itself; received: where the peer's come to lie."""
         assert received.is_contiguous()
-        assert received.numel() <= self.num_words
-        crossing = Crossing(*self._box(), self._number, self._index, self._spins, received)
+        assert received.numel() <= self.few
+        box = self._turn()
+        crossing = Crossing(
+            self._theirs.boxes[box], self._ours.boxes[box], self._number, self._index, self._spins, received
+        )
         self._index += 1
         return crossing
 
+    def arrivals(self, rows: int, width: int) -> Tensor:
+        """Memory [rows, width] float32 where the peer's words of the next `push` come to lie, and this rank's may.
+
+        What is there is good until the second push after it.
+        """
+        return self._ours.places[self._turn()].narrow(0, 0, rows * width).view(rows, width)
+
+    def push(self, sent: Tensor, place: int) -> None:
+        """Give the peer many words, to lie from word `place` of its arrivals on, and wait for its: float32, contiguous.
+
+        What was launched on the peer before its own push has ended then.
+        """
+        assert sent.is_contiguous()
+        assert place + sent.numel() <= self.many
+        box, unit = self._turn(), math.gcd(sent.numel(), place, UNIT)
+        _push[(NUM_PROGRAMS,)](
+            sent,
+            self._theirs.places[box],
+            self._theirs.flags[box],
+            self._ours.flags[box],
+            self._number,
+            self._index,
+            place // unit,
+            sent.numel() // unit,
+            self._spins,
+            UNIT=unit,
+            PROGRAMS=NUM_PROGRAMS,
+            BLOCK=PUSHED,
+            num_warps=8,
+            launch_pdl=EARLY,
+            sanitize_overflow=False,
+        )
+        self._index += 1
+
     def close(self) -> None:
         """Let go of both ranks' memory."""
-        self._ours = self._theirs = ()
+        del self._ours, self._theirs
 
-    def _launch(self, sent: Tensor, received: Tensor, num_programs: int, block: int, warps: int) -> None:
-        unit = math.gcd(sent.numel(), received.numel(), UNIT)
+    def _launch_swap(self, sent: Tensor, received: Tensor, num_programs: int) -> None:
+        box, unit = self._turn(), math.gcd(sent.numel(), received.numel(), UNIT)
         _swap[(num_programs,)](
             sent,
             received,
-            *self._box(),
+            self._theirs.boxes[box],
+            self._ours.boxes[box],
             self._number,
             self._index,
             sent.numel() // unit,
             received.numel() // unit,
             self._spins,
             UNIT=unit,
-            BLOCK=block,
-            num_warps=warps,
+            BLOCK=SWAPPED,
+            num_warps=1,
             launch_pdl=EARLY,
             sanitize_overflow=False,
         )
 
-    def _box(self) -> tuple[Tensor, Tensor]:
-        """The peer's box and this rank's for the next exchange."""
+    def _turn(self) -> int:
+        """Which box is next."""
         assert self._index < STEP
-        return self._theirs[self._index % NUM_BOXES], self._ours[self._index % NUM_BOXES]
+        return self._index % NUM_BOXES
+
+
+class _Memory:
+    """One rank's memory for what arrives, in two of each: boxes of few words, places of many, and their flags."""
+
+    def __init__(self, memory: Tensor, few: int, many: int) -> None:
+        assert memory.numel() == memory_size(few, many)
+        sizes = [NUM_BOXES * few, NUM_BOXES * many // 2, NUM_BOXES * NUM_PROGRAMS // 2]
+        boxes, places, flags = torch.split(memory, sizes)
+        self.boxes: tuple[Tensor, ...] = boxes.view(NUM_BOXES, few).unbind()
+        self.places: tuple[Tensor, ...] = places.view(torch.float32).view(NUM_BOXES, many).unbind()
+        self.flags: tuple[Tensor, ...] = flags.view(torch.int32).view(NUM_BOXES, NUM_PROGRAMS).unbind()
 
 
 @triton.jit
@@ -149,3 +203,35 @@ def _swap(  # type: ignore[no-untyped-def]
     goes, comes = place < units_sent * UNIT, place < units_received * UNIT
     post(theirs + place, tl.load(sent + place, mask=goes), number, goes)
     tl.store(received + place, take(ours + place, number, comes, spins), mask=comes)
+
+
+@triton.jit(debug=True, do_not_specialize=["index", "place_units", "units", "spins"])  # type: ignore[untyped-decorator]
+def _push(  # type: ignore[no-untyped-def]
+    sent,
+    places,
+    their_flags,
+    our_flags,
+    step_number,
+    index,
+    place_units,
+    units,
+    spins,
+    UNIT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every program stores its words and the exchange's number behind them, then waits for the peer's number."""
+    follow()
+    program = tl.program_id(0)
+    number = tl.load(step_number) + index
+    for start in range(program * BLOCK, units * UNIT, PROGRAMS * BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        goes = word < units * UNIT
+        tl.store(places + place_units * UNIT + word, tl.load(sent + word, mask=goes), mask=goes)
+    # The number is one thread's, and says so for all threads' words.
+    tl.debug_barrier()
+    tl.atomic_xchg(their_flags + program, number, sem="release", scope="sys")
+    while (tl.atomic_add(our_flags + program, 0, sem="acquire", scope="sys") != number) & (spins > 0):
+        spins -= 1
+    tl.device_assert(spins > 0, "peer.push: the peer's words did not come")
+    tl.debug_barrier()

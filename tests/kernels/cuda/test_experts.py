@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dsparkd.kernels.crossing import Parting
 from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
-from dsparkd.kernels.cuda.peer import NUM_BOXES, STEP, PeerWords
+from dsparkd.kernels.cuda.peer import STEP
 from dsparkd.kernels.cuda.tile import Tiles, turn
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
-from tests.kernels.cuda.values import arrive, noise
+from tests.kernels.cuda.values import Peers, arrive, noise
 from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
 
@@ -220,13 +220,13 @@ def test_sums_of_the_peers_rows_cross_to_it(device: torch.device, rank: int, cou
     rows come to lie as they came. In place or laid out, whoever has more rows."""
     kernel, rows = TritonExperts(make_shard(Format.FP4, device, 128, 64)), make_rows(sum(counts), 4, device, 128)
     both = kernel(*rows).split(counts)
-    ours, theirs = torch.zeros((2, NUM_BOXES, 1000), dtype=torch.int64, device=device)
-    coming, wanted = noise(counts[rank], 128, seed=5).to(device), theirs.clone()
-    arrive(ours[0], coming, STEP)
-    arrive(wanted[0], both[1 - rank], STEP)
-    words, received = PeerWords(ours, theirs, 60.0), torch.empty_like(coming)
-    words.begin_step()
-    kept = kernel(*rows, Parting(words.cross(received), counts, rank))
+    near = Peers(device, 1000)
+    coming, wanted = noise(counts[rank], 128, seed=5).to(device), near.theirs.clone()
+    arrive(near.box(near.ours, 0), coming, STEP)
+    arrive(near.box(wanted, 0), both[1 - rank], STEP)
+    received = torch.empty_like(coming)
+    near.words.begin_step()
+    kept = kernel(*rows, Parting(near.words.cross(received), counts, rank))
     assert torch.equal(kept, both[rank])
     assert torch.equal(received, coming)
-    assert torch.equal(theirs, wanted)
+    assert torch.equal(near.theirs, wanted)

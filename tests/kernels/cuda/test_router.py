@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.peer import NUM_BOXES, STEP, PeerWords
+from dsparkd.kernels.cuda.peer import STEP
 from dsparkd.kernels.cuda.router import TritonRouter
 from dsparkd.kernels.cuda.tile import turn
 from dsparkd.kernels.router import RouterRule, TorchRouter, pack
-from tests.kernels.cuda.values import DTYPES, arrive, noise
+from tests.kernels.cuda.values import DTYPES, Peers, arrive, noise
 from tools.gates.kernels import poisoned_memory
 
 TABLE = torch.stack([(torch.arange(50) * 3 + j * 5) % 11 for j in range(4)], 1)
@@ -87,14 +87,14 @@ def test_rows_cross_to_the_peer_while_they_are_packed(
     x, logits = noise(tokens, 2304, seed=3).bfloat16().to(device), noise(tokens, 11, seed=1).to(device)
     ids, num_live = torch.arange(tokens, device=device), torch.tensor([tokens - 1], device=device)
     expected = pack(turn(x) if turns else x, router(logits, ids, num_live))
-    ours, theirs = torch.zeros((2, NUM_BOXES, 5000), dtype=torch.int64, device=device)
-    coming, wanted = noise(peers, expected.shape[1], seed=5).to(device), theirs.clone()
-    arrive(ours[0], coming, STEP)
-    arrive(wanted[0], expected, STEP)
-    words, received = PeerWords(ours, theirs, 60.0), torch.empty_like(coming)
-    words.begin_step()
+    near = Peers(device, 5000)
+    coming, wanted = noise(peers, expected.shape[1], seed=5).to(device), near.theirs.clone()
+    arrive(near.box(near.ours, 0), coming, STEP)
+    arrive(near.box(wanted, 0), expected, STEP)
+    received = torch.empty_like(coming)
+    near.words.begin_step()
     rows = torch.full_like(expected, torch.nan)
-    router.pack(x, logits, ids, num_live, rows, words.cross(received))
+    router.pack(x, logits, ids, num_live, rows, near.words.cross(received))
     assert torch.equal(rows.view(torch.int32), expected.view(torch.int32))
     assert torch.equal(received, coming)
-    assert torch.equal(theirs, wanted)
+    assert torch.equal(near.theirs, wanted)

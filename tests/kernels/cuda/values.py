@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsparkd.kernels.cuda.peer import PeerWords, memory_size
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -19,6 +21,19 @@ def close(got: Tensor, expected: Tensor) -> bool:
     return bool(((got.double() - expected.double()).abs() <= bound * (1 + expected.double().abs())).all())
 
 
+class Peers:
+    """One rank's exchanges and both memories, of which a test plays the peer. few, many: words that they hold."""
+
+    def __init__(self, device: torch.device, few: int, many: int = 64, timeout_s: float = 60.0) -> None:
+        self.ours, self.theirs = torch.zeros((2, memory_size(few, many)), dtype=torch.int64, device=device)
+        self.few = few
+        self.words = PeerWords(self.ours, self.theirs, few, many, timeout_s)
+
+    def box(self, memory: Tensor, index: int) -> Tensor:
+        """Where the exchange with that index in a step finds few words."""
+        return memory[index % 2 * self.few :][: self.few]
+
+
 def arrive(box: Tensor, words: Tensor, number: int) -> None:
-    """Lay words into a box as a peer stores them: kernels.cuda.peer."""
+    """Lay few words into a box as a peer stores them: kernels.cuda.peer."""
     box[: words.numel()] = words.view(torch.int32).flatten().long() & 0xFFFFFFFF | number << 32
