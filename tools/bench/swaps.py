@@ -4,8 +4,10 @@
 
 Two processes, one a GPU. A layer gives its rows to the peer and takes its rows, then the partial sums the same way;
 LAYERS of them are captured in one graph, and the time of a replay is divided by their number. Forms: as the server does
-it (all-to-all), all-gather and reduce-scatter, and stores into the peer's memory with a barrier. --env sets variables
-of NCCL before it starts. It needs two CUDA devices, and ends with 2 where there are less.
+it (of up to 64 rows marked words, which it puts into other kernels still, above it stores and a number behind them),
+all-to-all as it does where more rows than fit have to go, all-gather and reduce-scatter, and copies into the peer's
+memory with torch's barrier. --env sets variables of NCCL before it starts. It needs two CUDA devices, and ends with 2
+where there are less.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it, but not for a type checker
 
+from dsparkd.executor.collectives import FEW_ROWS, FEW_WORDS, PEER_WORDS
+from dsparkd.kernels.cuda.peer import PeerWords, memory_size
+
 LAYERS = 40
 REPLAYS = 20
 ROUNDS = 5
@@ -34,11 +39,35 @@ Layer = Callable[[Tensor, Tensor], Tensor]  # rows [T, C], partial [2 T, D] -> w
 class Forms:
     """Ways to make a layer's exchange between this rank and the other one."""
 
-    def __init__(self, rank: int, num_rows: int, packed: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, num_rows: int, packed: int, width: int, device: torch.device, words: PeerWords
+    ) -> None:
         self._rank, self._T, self._packed, self._width, self._device = rank, num_rows, packed, width, device
+        self._words = words
+
+    def stored_words(self) -> Layer:
+        """As executor/collectives.py, each way in a launch of its own. Raises RuntimeError for too many rows."""
+        rank, T, words = self._rank, self._T, self._words
+        if 2 * T * max(2 * self._packed, self._width) > words.many:
+            raise RuntimeError("does not fit")
+
+        def few(rows: Tensor, partial: Tensor) -> Tensor:
+            both = rows.new_empty((2 * T, rows.shape[1]))
+            words.swap(rows, both[(1 - rank) * T : (2 - rank) * T])
+            sums = partial.new_empty((T, partial.shape[1]))
+            words.swap(partial[(1 - rank) * T : (2 - rank) * T], sums)
+            return sums
+
+        def many(rows: Tensor, partial: Tensor) -> Tensor:
+            words.push(rows, rank * rows.numel())
+            sums = words.arrivals(T, partial.shape[1])
+            words.push(partial[(1 - rank) * T : (2 - rank) * T], 0)
+            return sums
+
+        return few if T <= FEW_ROWS else many
 
     def all_to_all(self) -> Layer:
-        """As executor/collectives.py."""
+        """As executor/collectives.py where rows go over NCCL."""
         rank, T = self._rank, self._T
 
         def swap(sent: Tensor, received: Tensor) -> None:
@@ -96,10 +125,11 @@ class Forms:
         return layer
 
 
-def measure(layer: Layer, rows: Tensor, partial: Tensor) -> float:
+def measure(layer: Layer, rows: Tensor, partial: Tensor, words: PeerWords) -> float:
     """Microseconds of a layer's exchange inside of a graph of LAYERS."""
 
     def body() -> None:
+        words.begin_step()
         for _ in range(LAYERS):
             layer(rows, partial)
 
@@ -124,6 +154,18 @@ def measure(layer: Layer, rows: Tensor, partial: Tensor) -> float:
     return statistics.median(times)
 
 
+def open_words(rank: int, device: torch.device) -> PeerWords:
+    """Map each rank's memory for words into the other one, as the server does."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    group, size = dist.group.WORLD, memory_size(FEW_WORDS, PEER_WORDS)
+    assert group is not None
+    ours = symmetric.empty(size, dtype=torch.int64, device=device).zero_()
+    torch.cuda.synchronize(device)
+    theirs = symmetric.rendezvous(ours, group.group_name).get_buffer(1 - rank, (size,), torch.int64)
+    return PeerWords(ours, theirs, FEW_WORDS, PEER_WORDS, timeout_s=20)
+
+
 def serve_rank(rank: int, port: int, arguments: argparse.Namespace, result: Connection) -> None:
     """Measure every form on one rank, and send what came out: by form, a time or why there is none."""
     os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -132,15 +174,16 @@ def serve_rank(rank: int, port: int, arguments: argparse.Namespace, result: Conn
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=device)
+    words = open_words(rank, device)
     packed = arguments.width // 2 + 2 * arguments.top_k
     found: list[tuple[int, str, float | str]] = []
     for num_rows in arguments.rows:
         rows = torch.zeros((num_rows, packed), device=device)
         partial = torch.zeros((2 * num_rows, arguments.width), device=device)
-        forms = Forms(rank, num_rows, packed, arguments.width, device)
-        for name in ("all_to_all", "gather_and_scatter", "peer_memory"):
+        forms = Forms(rank, num_rows, packed, arguments.width, device, words)
+        for name in ("stored_words", "all_to_all", "gather_and_scatter", "peer_memory"):
             try:
-                found.append((num_rows, name, round(measure(getattr(forms, name)(), rows, partial), 2)))
+                found.append((num_rows, name, round(measure(getattr(forms, name)(), rows, partial, words), 2)))
             except (RuntimeError, AttributeError) as error:
                 found.append((num_rows, name, str(error).splitlines()[0][:80] if str(error) else repr(error)))
     result.send(found)
