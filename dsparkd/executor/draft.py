@@ -21,7 +21,6 @@ from dsparkd.executor.plan import PlanRow
 from dsparkd.executor.sampler import GREEDY_TEMPERATURE
 from dsparkd.executor.staging import pad_rows
 from dsparkd.executor.upload import upload, upload_ids
-from dsparkd.kernels import rows as kept
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
 from dsparkd.model.dspark import Drafter, DraftInputs, Drafts, DraftSampling
@@ -86,10 +85,7 @@ class DraftDesk:
         if not store.in_order:
             src = torch.nn.functional.pad(store.src, (0, pad_rows(num_rows) - num_rows))
             taps, positions = taps.index_select(0, src), positions.index_select(0, src)
-        keys = self._drafter.context_keys(taps, positions)
-        within = torch.arange(num_rows, device=store.src.device)
-        for ring, rows in zip(self._pool.draft_keys, keys, strict=True):
-            kept.store(ring, store.dst, rows, within)
+        self._drafter.keep_context(taps, positions, self._pool.draft_keys, store.dst)
 
     def _inputs(self, rows: Sequence[PlanRow]) -> DraftInputs:
         geometry = self._pool.geometry

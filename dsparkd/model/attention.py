@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels import attention as kernel
-from dsparkd.kernels import packed, rotary
+from dsparkd.kernels import packed
 from dsparkd.kernels import rows as kept
 from dsparkd.kernels.attention import EntryKeys, KeptKeys, WindowKeys
 from dsparkd.kernels.beside import Beside, in_line
@@ -85,7 +85,6 @@ class Projections:
         self._sizes = (config.num_attention_heads, config.head_dim, config.qk_rope_head_dim)
         self._like = torch.empty(0, dtype=source.dtype, device=source.device)
         self.prepare(None)
-        self._rotate_ = rotary.bind(source.device)
         self._wo_a = _grouped_linear(source, f"{name}.wo_a", config.o_groups)
         self._wo_b = Linear(source.weight(f"{name}.wo_b"))
 
@@ -102,13 +101,13 @@ class Projections:
         )
         return Projected(queries, keys, residual)
 
-    def keys(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """x [T, D] of tokens that ask nothing -> their keys [T, d], rotated; T is a multiple of ROW_TILE.
+    def keys(self, x: Tensor, rotation: Rotation, kept: KeptKeys | None = None) -> Tensor:
+        """x [T, D] of tokens that ask nothing -> their keys [T, d], rotated; T as in `project`.
 
         The product yields their low-rank queries too; a second copy of the weight would cost more than it saves.
         """
-        keys = rms_norm(self._w_in(x)[:, self._q_rank :], self._norms[-1], self._eps)
-        return self._rotate_(keys[:, None], rotation)[:, 0]
+        latent, nothing = self._w_in(x)[:, self._q_rank :], x.new_empty((x.shape[0], 0))
+        return self.kernel.heads(nothing, latent, self._norms[-1:], rotation, self._eps, kept)[1]
 
     def output(self, mixed: Tensor) -> Tensor:
         """mixed [T, H, d], rotated back -> [T, D]."""

@@ -10,6 +10,7 @@ H heads, d head width, M Markov rank, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dsparkd.errors import CheckpointError
 from dsparkd.kernels import blocks, confidence, noise, sampling
-from dsparkd.kernels.attention import WindowKeys
+from dsparkd.kernels.attention import KeptKeys, WindowKeys
 from dsparkd.kernels.beside import Beside
 from dsparkd.kernels.confidence import survival
 from dsparkd.kernels.tiles import ROW_TILE
@@ -142,9 +143,17 @@ class Drafter:
 
         T is a multiple of ROW_TILE. The keys of a token depend on its taps and position alone.
         """
+        return torch.stack(self._context_keys(taps, positions, [None] * len(self.stages)))
+
+    @torch.inference_mode()
+    def keep_context(self, taps: Tensor, positions: Tensor, rings: Tensor, dst: Tensor) -> None:
+        """Store the first tokens' context keys in rows dst [K] of rings [stages, R, d]; -1 of padding, on cuda."""
+        self._context_keys(taps, positions, [KeptKeys(ring, dst) for ring in rings])
+
+    def _context_keys(self, taps: Tensor, positions: Tensor, kept: Sequence[KeptKeys | None]) -> list[Tensor]:
         fused = rms_norm(self._main_proj(taps), self._main_norm, self.config.rms_norm_eps)
         rotation = self._rotary.at(positions)
-        return torch.stack([stage.projections.keys(fused, rotation) for stage in self.stages])
+        return [stage.projections.keys(fused, rotation, each) for stage, each in zip(self.stages, kept, strict=True)]
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs, exchange: ExpertExchange, sampling: DraftSampling | None = None) -> Drafts:
