@@ -116,15 +116,15 @@ def _keeping(
     pages, keys = (torch.zeros((num_entries, w), dtype=torch.bfloat16, device=device) for w in (width, key_width))
     norms = [torch.ones(w, device=device) for w in (width, key_width)]
     second = Part(norms[1], keys) if key_width else None
-    kept = torch.zeros((ring_rows, row), device=device)
+    kept, nothing = torch.zeros((ring_rows, row), device=device), torch.zeros((tokens, row), device=device)
 
     def run(part: slice) -> Tensor:
         """Stored rows, nothing in place of padding, and beside each how many others changed."""
         ring = torch.zeros_like(kept)
         close_entries(Rows(rows, ring, bias, dst[: part.stop]), closing, EPS, Part(norms[0], pages), second)
         places = dst[part].clamp(min=0)
-        found = torch.where((dst[part] >= 0)[:, None], ring[places], 0)
-        ring.index_fill_(0, dst[: part.stop].clamp(min=0), 0)
+        found = torch.where((dst[part] >= 0)[:, None], ring[places], nothing[:1])
+        ring.index_copy_(0, dst[: part.stop].clamp(min=0), nothing[: part.stop])  # a fill's number lies on the host
         return torch.cat((found, (ring != 0).sum().float().expand(len(found), 1)), 1)
 
     def reference(part: slice) -> Tensor:
