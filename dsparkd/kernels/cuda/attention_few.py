@@ -29,7 +29,7 @@ from dsparkd.kernels.tiles import count_tiles
 FEW_TOKENS = 32
 KEYS, KEY_WARPS = 32, 4  # of a program of the first launch
 KEY_COLUMNS = 128  # that it multiplies at once; the interpreter all, as it adds in another order than the matrix unit
-COLUMNS, WARPS = 128, 8  # and of the second
+COLUMNS, WARPS, STAGES = 128, 8, 3  # and of the second
 FEWER_TOKENS, FEWER_COLUMNS = 6, 64  # so few leave processors idle even then
 
 
@@ -70,7 +70,7 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
         BLOCK_H=tile.heads,
         BLOCK_K=tile.keys,
         BLOCK_C=KEY_COLUMNS if IS_COMPILED else d,
-        STAGES=max(2, parts),
+        KEY_STAGES=max(2, parts),
         FEW=few,
         OPERAND=operand(queries),
         PRECISION=precision(queries),
@@ -99,7 +99,7 @@ def attend_few(queries: Tensor, keys: Keys, sink: Tensor, inverse: Rotation, out
         OPERAND=operand(queries),
         PRECISION=precision(queries),
         num_warps=WARPS,
-        num_stages=3,
+        num_stages=STAGES,
         launch_pdl=EARLY,
     )
 
@@ -128,7 +128,7 @@ def _lay_keys(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    STAGES: tl.constexpr,
+    KEY_STAGES: tl.constexpr,
     FEW: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -161,7 +161,7 @@ def _lay_keys(  # type: ignore[no-untyped-def]
     # All loads are under way at once: these, and those of the product by its stages, which take no registers.
     every = tl.arange(0, D)
     keys = tl.load(row[:, None] + every[None, :])
-    for column in tl.range(0, D, BLOCK_C, num_stages=STAGES):
+    for column in tl.range(0, D, BLOCK_C, num_stages=KEY_STAGES):
         c = column + tl.arange(0, BLOCK_C)
         part = tl.load(row[:, None] + c[None, :])
         q = tl.load(queries + (t * H + h)[:, None] * D + c[None, :], mask=(h < H)[:, None], other=0.0)
