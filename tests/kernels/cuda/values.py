@@ -24,7 +24,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
 class Peers:
     """One rank's exchanges and both memories, of which a test plays the peer. few, many: words that they hold."""
 
-    def __init__(self, device: torch.device, few: int, many: int = 64, timeout_s: float = 60.0) -> None:
+    def __init__(self, device: torch.device, few: int, many: int = 64, timeout_s: float = 2e-3) -> None:
         self.ours, self.theirs = torch.zeros((2, memory_size(few, many)), dtype=torch.int64, device=device)
         self.few = few
         self.words = PeerWords(self.ours, self.theirs, few, many, timeout_s)
