@@ -5,9 +5,8 @@ alone, which the library's products on cuda do not promise. A weight of few outp
 and these are added in their order: by one program where rows make enough of them, else by the last of the programs that
 had a split each. How many splits there are follows from the weight alone.
 
-With few rows a packed weight's codes are on their way before the inputs are there. With many it is first laid out in
-bfloat16, in memory that the next product takes again: taking its codes apart for every tile of rows anew costs more
-than to write and read it once.
+With many rows a packed weight is first laid out in bfloat16, in memory that the next product takes again: taking its
+codes apart for every tile of rows anew costs more than to write and read it once.
 
 Letters: M rows, I inputs, O outputs, S splits.
 """
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsparkd.kernels.cuda import few_rows, many_rows
+from dsparkd.kernels.cuda import many_rows
 from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.products import add_splits, operand, precision, store_tile
 from dsparkd.kernels.cuda.tile import (
@@ -50,9 +49,9 @@ WIDE_ROWS = 512  # up to these a weight without splits is not taken apart: it is
 GROUP_TILES = 16  # blocks of outputs that are computed for all rows before the next: their weights stay in the cache
 
 PACKED_TILES = (
-    Tiles(16, 64, 128, 4, 3, early=True),
-    Tiles(32, 64, 128, 4, 3, early=True),
-    Tiles(48, 64, 128, 4, 2, early=True),
+    Tiles(16, 64, 128, 4, 3, held=True),
+    Tiles(32, 64, 128, 4, 4, held=True),
+    Tiles(48, 64, 128, 4, 3, held=True),
     Tiles(64, 128, 128, 8, 3, held=True),
     Tiles(96, 64, 128, 4, 3, held=True),
 )
@@ -113,19 +112,6 @@ class TritonLinear:
         parts = out  # not touched where a program has all splits
         if spread:
             parts = torch.empty((self._splits, M, O), dtype=torch.float32, device=x.device)
-        if tiles.early:
-            few_rows.multiply(
-                x,
-                (self._values, self._scales),
-                self._format,
-                out,
-                self._groups,
-                self._splits,
-                tiles,
-                parts if spread else None,
-                self._arrivals,
-            )
-            return out
         _linear_kernel[(programs, self._splits if spread else 1)](
             x,
             self._values,

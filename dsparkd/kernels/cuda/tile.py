@@ -54,8 +54,6 @@ class Tiles:
     joined: of experts with packed weights, half of the outputs are gate rows and half up rows, multiplied as one; else
     as many of each, one after the other.
     apart: of linears, a packed weight is laid out as rows first, and both operands come through shared memory.
-    early: of linears, codes of a packed weight come so many steps ahead into registers, the first ones before the
-    kernel waits for those that make its inputs; outputs are 64 then, inputs 128.
     """
 
     rows: int
@@ -67,7 +65,6 @@ class Tiles:
     held: bool = False
     joined: bool = True
     apart: bool = False
-    early: bool = False
 
 
 TURNED_COLUMNS = 1024  # of one program that turns them
@@ -188,38 +185,9 @@ def _scales_of(  # type: ignore[no-untyped-def]
         own += lane // 128 * (distance * SIZE)
     elif BLOCK_N == 256:
         own += lane // 256 * (distance * SIZE) + lane // 128 % 2 * (next_ * SIZE)
-    return _scales_in(tl.load(scales + pair * SIZE + own), second, BLOCK_N)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _scales_in(pairs, second, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of scales of one piece of the pairs that words are of."""
-    both = pairs >> (16 * second)
+    both = tl.load(scales + pair * SIZE + own) >> (16 * second)
     halves = tl.reshape(tl.join(both & 255, (both >> 8) & 255), (BLOCK_N // 64, 4, 8, 4, 2))
     return tl.reshape(tl.permute(halves, (0, 1, 4, 2, 3)), (BLOCK_N, 4))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def codes_of(values, scales, block, k, width, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a tile of a block's 64 rows and columns k .. k + 128 is made of by values_of: words of codes, and of scales.
-
-    Apart, so that they can be loaded long before they are used: nothing here waits for a load.
-    """
-    SIZE: tl.constexpr = 32 if FORMAT == 1 else 128
-    steps = (width + 127) // 128
-    words = _words_of(values, block * steps + k // 128, steps, steps, 0, FORMAT, 64, False)
-    pair = block * ((steps + 1) // 2) + k // 256
-    return words, tl.load(scales + pair * SIZE + tl.arange(0, 128) // (128 // SIZE))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def values_of(words, pairs, k, FORMAT: tl.constexpr, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile [64, 128] OPERAND that these codes of columns k .. k + 128 stand for."""
-    scale = _scales_in(pairs, k // 128 % 2, 64)
-    if FORMAT == 1:
-        return _fp8_tile(words, scale, OPERAND, 64)
-    else:
-        return _fp4_tile(words, scale, OPERAND, 64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
