@@ -39,6 +39,7 @@ from dsparkd.kernels.experts import ExpertShard
 from dsparkd.kernels.tiles import count_tiles, power_of_two
 from dsparkd.kernels.weight import FP8_GROUP, Format, stacked
 
+SHORT_SCAN = 128  # of a few rows' choices at as many
 SCAN = 1024  # choices that a program of the layout looks at in one go
 LONG_SCAN = 4096  # of more than two of these it looks at as many
 FEW_CHOICES = 16  # so many fit into every tile, and are not laid out
@@ -92,8 +93,9 @@ class TritonExperts:
                 expert_ids = torch.full((num_rows, 1), foreign, dtype=torch.int32, device=values.device)
                 expert_ids[:1] = self._first
                 self._sum(x, expert_ids, torch.zeros((num_rows, 1), device=values.device), tiles)
-            many = expert_ids.new_full((2 * LONG_SCAN + 1, 1), foreign)
-            lay_out(many, self._first, self._num_experts, tiles.rows)
+            for num_choices in (SHORT_SCAN + 1, 2 * LONG_SCAN + 1):
+                many = expert_ids.new_full((num_choices, 1), foreign)
+                lay_out(many, self._first, self._num_experts, tiles.rows)
 
     def _sum(
         self, x: Tensor, expert_ids: Tensor, shares: Tensor, tiles: Tiles, parting: Parting | None = None
@@ -178,7 +180,7 @@ class TritonExperts:
         )
 
     def _down(self, hidden: Tensor, layout: Layout, tiles: Tiles, outputs: Tensor) -> None:
-        width = outputs.shape[1]
+        width, tiles = outputs.shape[1], second_tiles(tiles, self._format)
         block = tiles.outputs if width % tiles.outputs == 0 else min(tiles.outputs, 128)
         _down_kernel[(layout.num_tiles * count_tiles(width, block),)](
             hidden,
@@ -235,6 +237,11 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
     )
 
 
+def second_tiles(tiles: Tiles, form: Format) -> Tiles:
+    """Return the second product's tiles beside these of the first: it has no halves, and reads fewer inputs."""
+    return Tiles(32, 256, 128, 8, 3, 128) if tiles.rows == 32 and is_turned(form) else tiles
+
+
 def choose_tiles(num_choices: int, num_experts: int, form: Format, dtype: torch.dtype) -> Tiles:
     """Pick one of them for a number of choices over both shards: few rows a tile where experts get few.
 
@@ -286,7 +293,9 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
     choices = expert_ids.new_empty(num_tiles * tile_rows)
     tile_experts = expert_ids.new_empty(num_tiles)
     places = expert_ids.new_empty(expert_ids.shape)
-    is_long = num_choices > 2 * LONG_SCAN
+    block, warps = SHORT_SCAN if num_choices <= SHORT_SCAN else SCAN, 4
+    if num_choices > 2 * LONG_SCAN:
+        block, warps = LONG_SCAN, 8
     _lay_out_kernel[(num_experts,)](
         expert_ids,
         choices,
@@ -300,8 +309,8 @@ def lay_out(expert_ids: Tensor, first: int, num_experts: int, tile_rows: int) ->
         num_tiles,
         EXPERTS=max(16, power_of_two(num_experts)),
         BLOCK_M=tile_rows,
-        BLOCK=LONG_SCAN if is_long else SCAN,
-        num_warps=8 if is_long else 4,
+        BLOCK=block,
+        num_warps=warps,
         launch_pdl=EARLY,
         sanitize_overflow=False,
     )
