@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -178,6 +182,17 @@ def in_order(pieces: Tensor) -> Tensor:
     for piece in pieces[1:]:
         total = total + piece
     return total
+
+
+def test_nothing_new_is_compiled_for_any_number_of_tokens() -> None:
+    """One token, or no multiple of sixteen, is another kernel unless Triton is told not to look."""
+    marked = "[[param.name for param in kernel.params if param.do_not_specialize] for kernel in kernels]"
+    source = "from dsparkd.kernels.cuda import hyper_connection as own"
+    code = f"{source}; kernels = own._advance, own._collapse, own._collapse_last; print({marked})"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "[['T'], ['T'], ['T']]", result.stderr[-2000:]
 
 
 def test_pieces_of_a_part_are_added_in_order(device: torch.device) -> None:
