@@ -128,7 +128,8 @@ def turn_pairs(x, c, s, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ign
     """Rotate pairs of x [ROWS, BLOCK_D] float32 by angles of cosines c and sines s [BLOCK_D / 2]."""
     even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_D // 2, 2]))
     c, s = c[None, :], s[None, :]
-    return tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), [ROWS, BLOCK_D])
+    # Which product is rounded is said here: the compiler's choice would differ from kernel to kernel.
+    return tl.reshape(tl.join(tl.fma(even, c, -(odd * s)), tl.fma(odd, c, even * s)), [ROWS, BLOCK_D])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
