@@ -140,7 +140,9 @@ class TritonExperts:
         return total
 
     def _gate_up(self, x: Tensor, shares: Tensor, layout: Layout, tiles: Tiles, hidden: Tensor) -> None:
-        width, is_joined = self._expert_width, tiles.joined and self._format is not Format.DENSE
+        width = self._expert_width
+        # Tiles of 128 outputs or more of a packed weight have half of them of each section, smaller ones all.
+        is_joined = self._format is not Format.DENSE and tiles.outputs > 64
         unit = math.gcd(x.stride(0), ROW_UNIT)
         outputs = tiles.outputs // 2 if is_joined else tiles.outputs
         _gate_up_kernel[(layout.num_tiles * count_tiles(width, outputs),)](
@@ -230,8 +232,8 @@ def tiles_of(form: Format, dtype: torch.dtype) -> tuple[Tiles, ...]:
             Tiles(128, 128, 64, 8, 3),
         )
     return (
-        Tiles(16, 64, 128, 4, 3, held=True, joined=False),
-        Tiles(32, 64, 128, 4, 3, held=True, joined=False),
+        Tiles(16, 64, 128, 4, 3, held=True),
+        Tiles(32, 64, 128, 4, 3, held=True),
         Tiles(64, 128, 128, 8, 4, held=True),
         Tiles(128, 256, 128, 16, 3),
     )
@@ -486,9 +488,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         if JOINED:
             blocks = blocks_of(EXPERT_WIDTH)
             weight_part = packed_tile(
-                values, scales, section * blocks + start // 64, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N,
-                start // 32 % 2, BLOCK_N == 32,
-            )  # fmt: skip
+                values, scales, section * blocks + start // 64, blocks, k, WIDTH, FORMAT, OPERAND, 2 * BLOCK_N
+            )
             both = tl.dot(weight_part, part, both, input_precision=PRECISION)
         else:
             gate_part = weight_tile(

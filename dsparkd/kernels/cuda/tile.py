@@ -51,8 +51,6 @@ class Tiles:
 
     held: inputs come one step ahead into registers, and weights alone so many ahead. Then a step's products are begun
     together, with fewer instructions between them.
-    joined: of experts with packed weights, half of the outputs are gate rows and half up rows, multiplied as one; else
-    as many of each, one after the other.
     apart: of linears, a packed weight is laid out as rows first, and both operands come through shared memory.
     """
 
@@ -63,7 +61,6 @@ class Tiles:
     stages: int
     registers: int | None = None
     held: bool = False
-    joined: bool = True
     apart: bool = False
 
 
@@ -121,20 +118,14 @@ def blocks_of(height):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def packed_tile(  # type: ignore[no-untyped-def]
-    values, scales, block, distance, k, width, FORMAT: tl.constexpr, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr,
-    half=0, HALVED: tl.constexpr = False,
-):  # fmt: skip
+    values, scales, block, distance, k, width, FORMAT: tl.constexpr, OPERAND: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Columns k .. k + 128 of a block of 64 rows, of BLOCK_N = 128 of the one so many blocks further, too, and of 256
-    of both's next ones.
-
-    HALVED: of BLOCK_N = 64, of 32 rows of the block and of the one so many blocks further, the first (half 0) or the
-    last ones (half 1).
-    """
+    of both's next ones."""
     steps = (width + 127) // 128
     pairs = (steps + 1) // 2
-    words = _words_of(values, block * steps + k // 128, steps, distance * steps, half, FORMAT, BLOCK_N, HALVED)
-    second, far = k // 128 % 2, distance * pairs
-    scale = _scales_of(scales, block * pairs + k // 256, pairs, far, second, half, FORMAT, BLOCK_N, HALVED)
+    words = _words_of(values, block * steps + k // 128, steps, distance * steps, FORMAT, BLOCK_N)
+    scale = _scales_of(scales, block * pairs + k // 256, pairs, distance * pairs, k // 128 % 2, FORMAT, BLOCK_N)
     if FORMAT == 1:
         return _fp8_tile(words, scale, OPERAND, BLOCK_N)
     else:
@@ -143,14 +134,12 @@ def packed_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _words_of(  # type: ignore[no-untyped-def]
-    values, piece, next_, distance, half, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, HALVED: tl.constexpr
+    values, piece, next_, distance, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Codes of a tile's pieces: [BLOCK_N, words of 128 columns] int32."""
     SIZE: tl.constexpr = 2048 if FORMAT == 1 else 1024
     index = tl.arange(0, BLOCK_N * 8)  # of 16 bytes a thread: a half, and a quarter of it
-    if HALVED:
-        far = index // 256 * (distance * SIZE) + half * 256 + index % 256
-    elif BLOCK_N == 64:
+    if BLOCK_N == 64:
         far = index
     elif BLOCK_N == 128:
         far = index // 512 * (distance * SIZE) + index % 512
@@ -170,7 +159,7 @@ def _words_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales_of(  # type: ignore[no-untyped-def]
-    scales, pair, next_, distance, second, half, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, HALVED: tl.constexpr
+    scales, pair, next_, distance, second, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Codes of their scales of every 32 columns [BLOCK_N, 4] int32; second: 1 for the second piece of a pair, else 0.
 
@@ -179,9 +168,7 @@ def _scales_of(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr = 32 if FORMAT == 1 else 128
     lane = tl.arange(0, BLOCK_N * 2)
     own = lane % 128 // (128 // SIZE)
-    if HALVED:
-        own = lane // 64 * (distance * SIZE) + half * (SIZE // 2) + lane % 64 // (128 // SIZE)
-    elif BLOCK_N == 128:
+    if BLOCK_N == 128:
         own += lane // 128 * (distance * SIZE)
     elif BLOCK_N == 256:
         own += lane // 256 * (distance * SIZE) + lane // 128 % 2 * (next_ * SIZE)

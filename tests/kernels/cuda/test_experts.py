@@ -126,7 +126,7 @@ def test_float32_weights_are_multiplied_in_float32(device: torch.device) -> None
 
 @pytest.mark.parametrize("form", [Format.FP4, Format.FP8])
 def test_tile_shapes_give_the_same_bits(device: torch.device, form: Format) -> None:
-    """Blocks of 32, 64 and 128 gate rows beside as many up rows; inputs through shared memory or held."""
+    """Gate and up rows as one operand or one after the other; inputs through shared memory or held."""
     shard, rows = make_shard(form, device, 256, 128), make_rows(9, 3, device, 256)
     others = Tiles(16, 64, 128, 4, 3), Tiles(64, 128, 128, 8, 3), Tiles(64, 256, 128, 16, 3, held=True)
     shapes = (*tiles_of(form, torch.bfloat16), *others)
