@@ -426,7 +426,8 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     source = tl.where(is_query, query + (t * H + h) * D, latent + t * latent_stride)
     target = tl.where(is_query, queries + (t * H + h) * D, keys + t * D)
     x = tl.load(source[:, None] + c[None, :], mask=real, other=0.0).to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    # Squares are rounded before they are added, in either form of this kernel.
+    inverse_rms = tl.rsqrt(tl.sum(tl.fma(x, x, tl.zeros_like(x)), 1) / D + eps)
     x = turn_pairs(x * inverse_rms[:, None] * weight, pair_cos, pair_sin, BLOCK_H, BLOCK_D)
     x = x.to(queries.dtype.element_ty)
     tl.store(target[:, None] + c[None, :], x, mask=real)

@@ -107,7 +107,8 @@ def _store_mixed(  # type: ignore[no-untyped-def]
     at = t.to(gl.int64) * R + pair - (D - R)
     x = gl.load(cos + at, mask=turned, other=1.0)[None, :]
     y = gl.load(sin + at + 1, mask=turned, other=0.0)[None, :]  # the odd one has the plain sign
-    mixed = gl.reshape(gl.join(even * x - odd * y, odd * x + even * y), [BLOCK_H, D]).to(gl.bfloat16)
+    turned_pairs = gl.join(gl.fma(even, x, -(odd * y)), gl.fma(odd, x, even * y))  # as attention_tile.turn_pairs
+    mixed = gl.reshape(turned_pairs, [BLOCK_H, D]).to(gl.bfloat16)
     WHOLE: gl.constexpr = mixed.type.layout
     h = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, WHOLE))
     c = gl.arange(0, D, gl.SliceLayout(0, WHOLE))
