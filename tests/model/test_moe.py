@@ -200,6 +200,18 @@ def test_padding_rows_reach_no_expert(small_checkpoint: Path, config: ModelConfi
     assert torch.equal(run(x, ids, 5)[:5], clean[:5])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_are_packed_in_the_order_that_the_experts_take(
+    small_checkpoint: Path, config: ModelConfig, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that take inputs in another order would multiply other columns without a word."""
+    told: list[bool] = []
+    monkeypatch.setattr("dsparkd.kernels.experts.bind", lambda _: SimpleNamespace(takes_turned=turned))
+    monkeypatch.setattr("dsparkd.kernels.router.bind", lambda *arguments: told.append(arguments[2]))
+    load(small_checkpoint, config, 0, 3)
+    assert told == [turned]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_rows_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     """Rows travel as words that must only be copied; ids up to the sentinel fit."""

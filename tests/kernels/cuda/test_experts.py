@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsparkd.kernels.crossing import Parting
-from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, tiles_of
+from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, second_tiles, tiles_of
 from dsparkd.kernels.cuda.peer import STEP
 from dsparkd.kernels.cuda.tile import Tiles, turn
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
@@ -84,7 +84,7 @@ def test_choices_of_one_tile_stay_where_they_are_and_give_the_same_bits(device: 
     x, ids, shares = make_rows(20, 4, device, 128)
     ids[1] = ids[0]
     assert not lay_out(ids, FIRST, COUNT, 16).is_in_place
-    beside = kernel(x, ids, shares)  # turned or not: its own business here
+    beside = kernel(x, ids, shares)
     assert ((ids[:4] >= FIRST) & (ids[:4] < FIRST + COUNT)).any()
     assert lay_out(ids[:4], FIRST, COUNT, 16).is_in_place
     with poisoned_memory():
@@ -205,6 +205,14 @@ def test_tiles_grow_with_the_load() -> None:
     """Few rows a tile waste no work on a decode step, many read weights seldom in a prefill."""
     sizes = [choose_tiles(rows * 6, 128, Format.FP4, torch.bfloat16).rows for rows in (1, 768, 3072, 4096, 16384)]
     assert sizes == [16, 32, 64, 128, 128]
+
+
+def test_the_second_product_of_middle_loads_has_wider_tiles() -> None:
+    """Its inputs are read by as many fewer programs; of FP4 alone, whose tiles of 256 outputs were measured."""
+    few, middle = tiles_of(Format.FP4, torch.bfloat16)[:2]
+    assert second_tiles(few, Format.FP4) == few
+    assert (second_tiles(middle, Format.FP4).rows, second_tiles(middle, Format.FP4).outputs) == (middle.rows, 256)
+    assert second_tiles(middle, Format.FP8) == middle
 
 
 @pytest.mark.parametrize("rows", [5600, 7600])
