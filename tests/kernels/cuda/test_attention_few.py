@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -88,6 +91,22 @@ def test_a_token_whose_window_is_hidden_still_sees_its_entries(monkeypatch: pyte
     few, general = bits_of_both_ways(case, CPU, monkeypatch)
     assert few[-1].any()
     assert torch.equal(few, general)
+
+
+@pytest.mark.parametrize("module", ["attention", "attention_few", "attention_many", "attention_tile"])
+def test_no_sum_of_two_products_is_left_to_the_compiler(module: str) -> None:
+    """It fuses one of the two, and of the same line another one in another kernel: the last bits then differ."""
+    source = Path(attention_few.__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    kernels = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+    ]
+    assert kernels
+    for node in (node for kernel in kernels for node in ast.walk(kernel)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            sides = [isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mult) for side in (node.left, node.right)]
+            assert not all(sides), ast.unparse(node)
 
 
 def test_heads_are_wide_where_every_way_has_the_same_bits() -> None:
