@@ -13,7 +13,8 @@ exchanges takes away has got words in the first, from a peer that had therefore 
 to experts takes no sums back. Of many words the numbers go both ways, even with no words, so that at the end of an
 exchange all that the peer launched before its own has ended, as what reads the words of the last exchange has.
 
-Numbers come again after 2**32 exchanges. A box then holds those of the last ones.
+Whoever has taken a word, or seen a number, puts zero there, and zero is no exchange's number: so none is ever found of
+an exchange long ago, though numbers come again after 2**32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dsparkd.kernels.cuda.launch import EARLY, follow
 from dsparkd.kernels.tiles import count_tiles
 
 NUM_BOXES = 2
-STEP = 1 << 10  # exchanges that a step may make
+STEP = 1 << 10  # numbers of a step, the last of which is none's
 SPINS_PER_S = 5_000_000  # looks at words that have not come: 4.7 million on an H200
 SWAPPED = 256  # words of a program where few are exchanged
 PUSHED = 4096  # words that a program stores at once where many are
@@ -55,14 +56,15 @@ class PeerWords:
         self.few, self.many = few, many
         self._ours, self._theirs = _Memory(ours, few, many), _Memory(theirs, few, many)
         # On the device, as a captured step is launched again as it is.
-        self._number = torch.zeros(1, dtype=torch.int32, device=ours.device)
+        self._number = torch.ones(1, dtype=torch.int32, device=ours.device)
         self._index = 0
         self._spins = int(timeout_s * SPINS_PER_S)
 
     def compile(self) -> None:
-        """Compile at start: no step shall wait for a compiler. Nothing is stored."""
+        """Compile at start: no step shall wait for a compiler. The peer's memory is not touched."""
         nothing = torch.empty(0, device=self._number.device)
         self._launch_swap(nothing, nothing, 1)
+        self._launch_push(nothing, 0, self._ours)  # each program sees its own number
 
     def begin_step(self) -> None:
         """Begin the next step, with the first box."""
@@ -103,11 +105,19 @@ class PeerWords:
         """
         assert sent.is_contiguous()
         assert place + sent.numel() <= self.many
+        self._launch_push(sent, place, self._theirs)
+        self._index += 1
+
+    def close(self) -> None:
+        """Let go of both ranks' memory."""
+        del self._ours, self._theirs
+
+    def _launch_push(self, sent: Tensor, place: int, target: _Memory) -> None:
         box, unit = self._turn(), math.gcd(sent.numel(), place, UNIT)
         _push[(NUM_PROGRAMS,)](
             sent,
-            self._theirs.places[box],
-            self._theirs.flags[box],
+            target.places[box],
+            target.flags[box],
             self._ours.flags[box],
             self._number,
             self._index,
@@ -121,11 +131,6 @@ class PeerWords:
             launch_pdl=EARLY,
             sanitize_overflow=False,
         )
-        self._index += 1
-
-    def close(self) -> None:
-        """Let go of both ranks' memory."""
-        del self._ours, self._theirs
 
     def _launch_swap(self, sent: Tensor, received: Tensor, num_programs: int) -> None:
         box, unit = self._turn(), math.gcd(sent.numel(), received.numel(), UNIT)
@@ -148,7 +153,7 @@ class PeerWords:
 
     def _turn(self) -> int:
         """Which box is next."""
-        assert self._index < STEP
+        assert self._index < STEP - 1
         return self._index % NUM_BOXES
 
 
@@ -179,6 +184,8 @@ def take(places, number, mask, spins):  # type: ignore[no-untyped-def]
         marked = tl.load(places, mask=mask, other=0, volatile=True)
         spins -= 1
     tl.device_assert(spins > 0, "peer.take: the peer's words did not come")
+    # The peer stores here again only behind words of this rank that go later.
+    tl.store(places, tl.zeros_like(marked), mask=mask)
     return marked.to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -234,4 +241,5 @@ def _push(  # type: ignore[no-untyped-def]
     while (tl.atomic_add(our_flags + program, 0, sem="acquire", scope="sys") != number) & (spins > 0):
         spins -= 1
     tl.device_assert(spins > 0, "peer.push: the peer's words did not come")
+    tl.store(our_flags + program, 0)
     tl.debug_barrier()

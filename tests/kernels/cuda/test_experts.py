@@ -12,11 +12,10 @@ from torch import Tensor
 
 from dsparkd.kernels.crossing import Parting
 from dsparkd.kernels.cuda.experts import TritonExperts, choose_tiles, lay_out, second_tiles, tiles_of
-from dsparkd.kernels.cuda.peer import STEP
 from dsparkd.kernels.cuda.tile import Tiles, turn
 from dsparkd.kernels.experts import ExpertShard, TorchExperts
 from dsparkd.kernels.weight import Format, decode, dense
-from tests.kernels.cuda.values import Peers, arrive, noise
+from tests.kernels.cuda.values import NUMBER, Peers, arrive, noise
 from tools.gates.kernels import poisoned_memory
 from tools.kernel_cases.weights import random_weight
 
@@ -230,11 +229,12 @@ def test_sums_of_the_peers_rows_cross_to_it(device: torch.device, rank: int, cou
     both = kernel(*rows).split(counts)
     near = Peers(device, 1000)
     coming, wanted = noise(counts[rank], 128, seed=5).to(device), near.theirs.clone()
-    arrive(near.box(near.ours, 0), coming, STEP)
-    arrive(near.box(wanted, 0), both[1 - rank], STEP)
+    arrive(near.box(near.ours, 0), coming, NUMBER)
+    arrive(near.box(wanted, 0), both[1 - rank], NUMBER)
     received = torch.empty_like(coming)
     near.words.begin_step()
     kept = kernel(*rows, Parting(near.words.cross(received), counts, rank))
     assert torch.equal(kept, both[rank])
     assert torch.equal(received, coming)
     assert torch.equal(near.theirs, wanted)
+    assert not near.ours.any()

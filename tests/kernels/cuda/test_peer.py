@@ -14,11 +14,17 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from dsparkd.kernels.cuda.peer import NUM_BOXES, NUM_PROGRAMS, STEP, PeerWords, memory_size
-from tests.kernels.cuda.values import Peers, arrive, noise
+from tests.kernels.cuda.values import NUMBER, Peers, arrive, noise
 
 LIMIT_S = 60.0
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="takes memory of the host")
+
+
+def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter assert what the device does."""
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True, sanitize_overflow=False))
 
 
 @pytest.mark.parametrize(("num_sent", "num_received"), [(700, 300), (5, 1000), (512, 512), (0, 3), (3, 0)])
@@ -30,13 +36,14 @@ def test_few_words_go_to_the_peers_box_and_come_from_the_own(
     near.words.begin_step()
     for index in range(3):
         sent, coming = noise(num_sent, seed=index).to(device), noise(num_received, seed=9 + index).to(device)
-        arrive(near.box(near.ours, index), coming, STEP + index)
+        arrive(near.box(near.ours, index), coming, NUMBER + index)
         before, received = near.theirs.clone(), torch.full((num_received + 2,), 7.0, device=device)
         near.words.swap(sent, received[:-2])
         assert torch.equal(received[:-2], coming)
         assert received[-2:].tolist() == [7.0, 7.0]
-        arrive(near.box(before, index), sent, STEP + index)
+        arrive(near.box(before, index), sent, NUMBER + index)
         assert torch.equal(near.theirs, before)
+        assert not near.ours.any()
 
 
 def test_words_are_bit_patterns(device: torch.device) -> None:
@@ -45,23 +52,37 @@ def test_words_are_bit_patterns(device: torch.device) -> None:
     near.words.begin_step()
     bits = torch.randint(-(2**31), 2**31, (512,), generator=torch.Generator().manual_seed(1)).int().to(device)
     bits[:4] = torch.tensor([-1, 0x7F800001, 1, -(2**31)])
-    arrive(near.box(near.ours, 0), bits, STEP)
-    received = torch.empty(512, device=device)
+    arrive(near.box(near.ours, 0), bits, NUMBER)
+    wanted, received = near.ours.clone(), torch.empty(512, device=device)
     near.words.swap(bits.view(torch.float32), received)
     assert torch.equal(received.view(torch.int32), bits)
-    assert torch.equal(near.theirs, near.ours)
+    assert torch.equal(near.theirs, wanted)
 
 
-def test_what_lies_there_from_an_earlier_exchange_is_not_taken(device: torch.device) -> None:
-    """A box still holds the words of two exchanges ago: only those with the number of this one count."""
+@interpreted
+def test_what_bears_another_number_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that were not in step would exchange words of different layers."""
+    asserting(monkeypatch)
+    near = Peers(CPU, 64)
+    near.words.begin_step()
+    arrive(near.box(near.ours, 0), noise(64), NUMBER - STEP)
+    with pytest.raises(Exception, match="words did not come"):
+        near.words.swap(noise(64), torch.empty(64))
+
+
+def test_no_exchange_has_the_number_of_a_word_that_is_not_there(device: torch.device) -> None:
+    """Numbers come again: zero is skipped in every step, and what was taken is zero again."""
     near = Peers(device, 64)
-    for step in (1, 2):
+    for step in (1, 2, (1 << 22) - 1, 1 << 22, (1 << 22) + 1):
+        near.words._number.fill_((1 + (step - 1) * STEP + (1 << 31)) % (1 << 32) - (1 << 31))
         near.words.begin_step()
-        coming = torch.full((64,), float(step), device=device)
-        arrive(near.box(near.ours, 0), coming, step * STEP)
-        received = torch.empty_like(coming)
+        number = int(near.words._number)
+        assert number % STEP == 1
+        coming, received = noise(64, seed=step).to(device), torch.empty(64, device=device)
+        arrive(near.box(near.ours, 0), coming, number)
         near.words.swap(coming, received)
         assert torch.equal(received, coming)
+        assert not near.ours.any()
 
 
 @pytest.mark.parametrize(("num_sent", "place"), [(0, 0), (4, 8), (7, 3), (5000, 4), (600_000, 0)])
@@ -74,29 +95,30 @@ def test_many_words_lie_where_they_are_read(device: torch.device, num_sent: int,
     near.words.begin_step()
     for index in range(3):
         sent, box = noise(num_sent, seed=index).to(device), index % 2
-        own_flags[box] = STEP + index
+        own_flags[box] = NUMBER + index
         arrivals = near.words.arrivals(3, 5)
         wanted = near.theirs.clone()
         start = (box << 20) + place
         wanted[NUM_BOXES * 8 :].view(torch.float32)[start : start + num_sent] = sent
-        wanted[-NUM_PROGRAMS:].view(torch.int32).view(NUM_BOXES, NUM_PROGRAMS)[box] = STEP + index
+        wanted[-NUM_PROGRAMS:].view(torch.int32).view(NUM_BOXES, NUM_PROGRAMS)[box] = NUMBER + index
         near.words.push(sent, place)
         assert torch.equal(places[start : start + num_sent], sent)
-        assert (flags[box] == STEP + index).all()
+        assert (flags[box] == NUMBER + index).all()
         assert torch.equal(near.theirs, wanted)
+        assert not own_flags.any()
         near.ours[NUM_BOXES * 8 :].view(torch.float32)[(box << 20) : (box << 20) + 15] = torch.arange(15.0)
         assert arrivals.flatten().tolist() == list(range(15))
 
 
 def few(near: Peers) -> None:
     coming = noise(64)
-    arrive(near.box(near.ours, 0), coming, STEP)
+    arrive(near.box(near.ours, 0), coming, NUMBER)
     near.ours[63] -= 1 << 32  # of the exchange before
     near.words.swap(coming, torch.empty(64))
 
 
 def many(near: Peers) -> None:
-    near.ours[-NUM_PROGRAMS:].view(torch.int32)[: NUM_PROGRAMS - 1] = STEP
+    near.ours[-NUM_PROGRAMS:].view(torch.int32)[: NUM_PROGRAMS - 1] = NUMBER
     near.words.push(noise(64), 0)
 
 
@@ -106,20 +128,21 @@ def test_a_peer_that_does_not_come_is_no_endless_wait(
     exchange: Callable[[Peers], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """L-37: past the deadline the device fails instead of hanging, though only a single word is missing."""
-    builder = interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True, sanitize_overflow=False))
-    near = Peers(CPU, 64, timeout_s=2e-5)
+    asserting(monkeypatch)
+    near = Peers(CPU, 64)
     near.words.begin_step()
     with pytest.raises(Exception, match="words did not come"):
         exchange(near)
 
 
-def test_a_form_is_compiled_without_an_exchange(device: torch.device) -> None:
+def test_forms_are_compiled_without_an_exchange(device: torch.device) -> None:
     """At start the peer may be minutes behind; nothing is stored, nothing waited for, and no turn is taken."""
     near = Peers(device, 64)
     near.words.compile()
+    assert not near.ours.any()
+    assert not near.theirs.any()
     near.words.begin_step()
-    arrive(near.box(near.ours, 0), noise(8), STEP)
+    arrive(near.box(near.ours, 0), noise(8), NUMBER)
     near.words.swap(noise(8).to(device), torch.empty(8, device=device))
     assert not near.box(near.ours, 1).any()
     assert near.box(near.theirs, 0)[:8].all()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsparkd.kernels.cuda.peer import STEP
 from dsparkd.kernels.cuda.router import TritonRouter
 from dsparkd.kernels.cuda.tile import turn
 from dsparkd.kernels.router import RouterRule, TorchRouter, pack
-from tests.kernels.cuda.values import DTYPES, Peers, arrive, noise
+from tests.kernels.cuda.values import DTYPES, NUMBER, Peers, arrive, noise
 from tools.gates.kernels import poisoned_memory
 
 TABLE = torch.stack([(torch.arange(50) * 3 + j * 5) % 11 for j in range(4)], 1)
@@ -89,8 +88,8 @@ def test_rows_cross_to_the_peer_while_they_are_packed(
     expected = pack(turn(x) if turns else x, router(logits, ids, num_live))
     near = Peers(device, 5000)
     coming, wanted = noise(peers, expected.shape[1], seed=5).to(device), near.theirs.clone()
-    arrive(near.box(near.ours, 0), coming, STEP)
-    arrive(near.box(wanted, 0), expected, STEP)
+    arrive(near.box(near.ours, 0), coming, NUMBER)
+    arrive(near.box(wanted, 0), expected, NUMBER)
     received = torch.empty_like(coming)
     near.words.begin_step()
     rows = torch.full_like(expected, torch.nan)
@@ -98,3 +97,4 @@ def test_rows_cross_to_the_peer_while_they_are_packed(
     assert torch.equal(rows.view(torch.int32), expected.view(torch.int32))
     assert torch.equal(received, coming)
     assert torch.equal(near.theirs, wanted)
+    assert not near.ours.any()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsparkd.kernels.cuda.peer import PeerWords, memory_size
+from dsparkd.kernels.cuda.peer import STEP, PeerWords, memory_size
 
+NUMBER = 1 + STEP  # of the first exchange of the first step
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -24,7 +25,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
 class Peers:
     """One rank's exchanges and both memories, of which a test plays the peer. few, many: words that they hold."""
 
-    def __init__(self, device: torch.device, few: int, many: int = 64, timeout_s: float = 2e-3) -> None:
+    def __init__(self, device: torch.device, few: int, many: int = 64, timeout_s: float = 2e-4) -> None:
         self.ours, self.theirs = torch.zeros((2, memory_size(few, many)), dtype=torch.int64, device=device)
         self.few = few
         self.words = PeerWords(self.ours, self.theirs, few, many, timeout_s)
