@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from dsparkd.errors import EXIT_CONFIG, CapabilityError, InvariantError
+from dsparkd.executor import verify
 from dsparkd.executor.draft import DraftDesk
 from dsparkd.executor.executor import DTYPES, Executor
 from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder, require_room
 from dsparkd.executor.plan import Plan, PlanRow, RowOutput, SlotStart, Speculation, StepKind, StepOutput
-from dsparkd.executor.shapes import ShapeLimits
+from dsparkd.executor.shapes import Behind, ShapeLimits
 from dsparkd.kv.geometry import PoolSizes
 from dsparkd.kv.pool import KVPool
 from dsparkd.messages import SamplingParams
@@ -278,6 +279,27 @@ def test_blocks_that_were_drafted_ahead_are_those_of_the_next_step(ahead: Lab) -
         assert ahead.recorder.runs - proposed == 9 + 8 + 2
 
 
+def test_blocks_go_on_behind_windows_wherever_these_lie(lab: Lab) -> None:
+    """The anchors are found in the graph, of windows that were put together elsewhere, too: rows had changed places."""
+    rows = [text.row() for text in begin(lab, LENGTHS[:2])]
+    tier = lab.graphs.draft_tier((2, 0))
+    assert tier is not None
+    with torch.inference_mode():
+        windows = lab.graphs.propose(tier, rows).windows.clone()
+        chosen = windows[:, 1:].clone()
+        chosen[1, 2] = (chosen[1, 2] + 1) % 50  # two of its drafts stand
+        lab.graphs._windows.zero_()
+        bounds = verify.bounds((4, 5), verify.Asked([], [], (5, 5)))
+        behind = Behind(windows, chosen.flatten(), *bounds)
+        got = lab.graphs.propose(tier, rows, behind).windows.clone()
+        moved = [
+            dataclasses.replace(row, start=row.start + steps, input_ids=(int(ids[steps - 1]),))
+            for row, ids, steps in zip(rows, chosen, (5, 3), strict=True)
+        ]
+        expected = lab.graphs.propose(tier, moved).windows
+    assert torch.equal(got, expected)
+
+
 def test_a_row_that_comes_between_has_no_drafts_this_once(ahead: Lab) -> None:
     """Both ranks drafted already; the row goes on by one token, with the id that it would have had."""
     texts = begin(ahead, LENGTHS)
@@ -306,7 +328,7 @@ REPEATING = msgspec.structs.replace(SEEDED, temperature=1.5, top_p=1.0, frequenc
 def behind(text: Text, follows: int) -> PlanRow:
     """The row behind one that has not landed: all of it but the id."""
     row = text.row()
-    return dataclasses.replace(row, start=row.start + 1, input_ids=(0,), follows=follows)
+    return dataclasses.replace(row, start=row.start + 1, input_ids=(5,), follows=follows)
 
 
 @pytest.mark.parametrize("replays", [False, True])
