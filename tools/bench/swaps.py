@@ -48,7 +48,7 @@ class Forms:
     def stored_words(self) -> Layer:
         """As executor/collectives.py, each way in a launch of its own. Raises RuntimeError for too many rows."""
         rank, T, words = self._rank, self._T, self._words
-        if 2 * T * max(2 * self._packed, self._width) > words.many:
+        if T * max(2 * self._packed, self._width) > words.many:
             raise RuntimeError("does not fit")
 
         def few(rows: Tensor, partial: Tensor) -> Tensor:
