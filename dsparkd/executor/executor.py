@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from torch import Tensor
 from dsparkd.config import Config, KVConfig
 from dsparkd.errors import CapabilityError, CheckpointError, InvariantError
 from dsparkd.executor import rejection, verify
+from dsparkd.executor.collectives import NUM_RANKS
 from dsparkd.executor.draft import Blocks, DraftDesk
 from dsparkd.executor.graphs import CudaRecorder, Graphs, Recorder
 from dsparkd.executor.masks import Masker
@@ -32,6 +34,7 @@ from dsparkd.model.dspark import Drafts
 from dsparkd.model.moe import ExpertExchange
 from dsparkd.model.transformer import Transformer
 from dsparkd.model.weights import load_drafter, load_transformer
+from dsparkd.system import cpu_share_available
 from dsparkd.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -108,32 +111,34 @@ class Executor:
         directory = Path(config.engine.checkpoint)
         model_config = load_model_config(directory)
         dtype = DTYPES[config.engine.dtype]
-        model, weight_bytes = load_transformer(
-            directory,
-            model_config,
-            dtype,
-            device,
-            dp_rank,
-            lambda done, total: progress("weights", done, total),
-            config.engine.weights,
-        )
         drafter = None
-        if config.dspark.enabled:
-            drafter, draft_bytes = load_drafter(
+        with _compiling(device):
+            model, weight_bytes = load_transformer(
                 directory,
-                model,
+                model_config,
+                dtype,
+                device,
                 dp_rank,
-                lambda done, total: progress("drafter", done, total),
+                lambda done, total: progress("weights", done, total),
                 config.engine.weights,
             )
-            weight_bytes += draft_bytes
+            if config.dspark.enabled:
+                drafter, draft_bytes = load_drafter(
+                    directory,
+                    model,
+                    dp_rank,
+                    lambda done, total: progress("drafter", done, total),
+                    config.engine.weights,
+                )
+                weight_bytes += draft_bytes
         geometry = model_config.kv_geometry(
             config.kv.page_tokens, config.engine.dtype, drafter is not None, config.engine.kv_dtype
         )
         budget = _budget_bytes(config.kv, device)
         sizes = size_pool(geometry, config, budget)
         pool = KVPool(geometry, sizes, dtype, device)
-        model.prepare(pool)
+        with _compiling(device):
+            model.prepare(pool)
         progress("pools", pool.device_bytes, pool.device_bytes)
         is_coupled = config.dspark.acceptance == "coupled"
         desk = DraftDesk(drafter, pool, exchange, is_coupled=is_coupled) if drafter is not None else None
@@ -423,6 +428,15 @@ def require_compiler() -> None:
             missing="a C compiler, with which Triton builds the launchers of its kernels",
             remedy="install gcc or clang",
         )
+
+
+def _compiling(device: torch.device) -> AbstractContextManager[None]:
+    """Compile a device's kernels side by side, on this rank's part of the processors."""
+    if device.type == "cpu":
+        return nullcontext()
+    from dsparkd.kernels.cuda.compiling import side_by_side  # a cpu start imports no triton
+
+    return side_by_side(max(1, int(cpu_share_available()) // NUM_RANKS))
 
 
 def rank_device(config: Config, dp_rank: int) -> torch.device:

@@ -36,6 +36,7 @@ from dsparkd.kernels.cuda.attention_tile import (
     turn_pairs,
     window_keys,
 )
+from dsparkd.kernels.cuda.compiling import ahead
 from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, constant, follow, follow_alone
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.indexer import Visible
@@ -60,6 +61,7 @@ class TritonAttention:
         self._arrivals: Tensor | None = None
         self._processors = 0  # of the device, once it is known
 
+    @ahead()
     def prepare(self, heads: int, width: int, rotary: int, like: Tensor, kept: Tensor | None = None) -> None:
         """See AttentionKernel. The first context of more than one part comes long after the first step."""
         sink, angles = (torch.zeros(shape, device=like.device) for shape in ((heads,), (FEW_TOKENS + 1, 1, rotary)))

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda.attention_tile import rotate_pairs
+from dsparkd.kernels.cuda.compiling import ahead
 from dsparkd.kernels.cuda.launch import EARLY, follow_alone, settled
 from dsparkd.kernels.cuda.packed import SPAN as SPAN_OF_SCALE
 from dsparkd.kernels.cuda.packed import block_of, store_index_key, store_key, tails_of
@@ -125,6 +126,7 @@ def close_entries(rows: Rows, closing: Closing, eps: float, entries: Part, keys:
     )
 
 
+@ahead()
 def prepare(
     norm: Tensor,
     key_norm: Tensor | None,

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.crossing import Parting
+from dsparkd.kernels.cuda.compiling import ahead
 from dsparkd.kernels.cuda.launch import EARLY, follow, follow_alone
 from dsparkd.kernels.cuda.peer import post, take
 from dsparkd.kernels.cuda.products import operand, precision
@@ -79,6 +80,7 @@ class TritonExperts:
         tiles = self._choose(expert_ids.numel(), self._num_experts, self._format, x.dtype)
         return self._sum(x, expert_ids, shares, tiles, parting)
 
+    @ahead()
     def compile(self) -> None:
         """Compile for every tile shape that loads may ask for, at start: no step shall wait for a compiler."""
         values = self._w13[0]

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.errors import CapabilityError
+from dsparkd.kernels.cuda.compiling import ahead
 from dsparkd.kernels.cuda.launch import EARLY, IS_COMPILED, constant, follow
 from dsparkd.kernels.cuda.products import operand, precision
 from dsparkd.kernels.feed_forward import Summands
@@ -113,6 +114,7 @@ class TritonHyperConnection:
         """See HyperConnectionKernel."""
         return advance(output, streams, collapsed, None)[0]
 
+    @ahead()
     def compile(self, product: TritonProduct, mixing: Mixing, dtype: torch.dtype) -> None:
         """Compile for few and for many tokens, at start: no step shall wait for a compiler."""
         for streams in _streams_to_compile(product, mixing.num_streams, dtype):
@@ -204,6 +206,7 @@ def collapse_last(streams: Tensor, raw: Tensor, scale: Tensor, base: Tensor, eps
     return collapsed
 
 
+@ahead()
 def compile_last(product: TritonProduct, scale: Tensor, base: Tensor, dtype: torch.dtype) -> None:
     """Compile the last collapse for few and for many tokens, at start."""
     for streams in _streams_to_compile(product, base.shape[0], dtype):

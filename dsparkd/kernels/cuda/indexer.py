@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsparkd.kernels.cuda.compiling import ahead
 from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.packed import load_index_keys
 from dsparkd.kernels.cuda.products import operand, precision
@@ -37,6 +38,7 @@ class TritonIndexer:
         self._device = device
         self._dtype = dtype
 
+    @ahead()
     def prepare(self, heads: int, width: int, top_k: int, kept: Tensor | None = None) -> None:
         """See IndexerKernel. The first context above top_k entries comes long after the first step."""
         float32 = torch.zeros((1, heads), dtype=torch.float32, device=self._device)

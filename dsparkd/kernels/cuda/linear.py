@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsparkd.kernels.cuda import many_rows
+from dsparkd.kernels.cuda.compiling import ahead
 from dsparkd.kernels.cuda.launch import EARLY, follow_alone
 from dsparkd.kernels.cuda.products import add_splits, operand, precision, store_tile
 from dsparkd.kernels.cuda.tile import (
@@ -89,6 +90,7 @@ class TritonLinear:
         """See LinearKernel."""
         return self._product(x, self._choose(x.shape[0], *self._shape, self._format, x.dtype))
 
+    @ahead()
     def compile(self) -> None:
         """Compile all that rows may ask for, at start: no step shall wait for a compiler."""
         dtype = self._values.dtype if self._format is Format.DENSE else torch.bfloat16
