@@ -517,7 +517,7 @@ def test_a_replayed_step_takes_no_memory_and_waits_for_nothing() -> None:
             torch.cuda.set_sync_debug_mode("error")
             before = torch.cuda.memory_stats(lab.device)["allocation.all.allocated"]
             lab.graphs.verify(48, plan, [0] * ROWS, None)
-            lab.graphs.propose(32, plan.rows)
+            lab.graphs.propose(48, plan.rows)
             after = torch.cuda.memory_stats(lab.device)["allocation.all.allocated"]
         finally:
             torch.cuda.set_sync_debug_mode("default")
