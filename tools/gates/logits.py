@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 
+from dsparkd.kernels.crossing import Crossing
 from dsparkd.kernels.indexer import Visible
 from dsparkd.kernels.router import Routes
 from dsparkd.kv.geometry import CSA_RATIO, PoolSizes
@@ -143,10 +144,18 @@ class RouteRecorder:
         self.expert_ids = routes.expert_ids.long()
         return routes
 
-    def pack(self, x: Tensor, logits: Tensor, input_ids: Tensor, num_live: Tensor, rows: Tensor) -> None:
+    def pack(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        input_ids: Tensor,
+        num_live: Tensor,
+        rows: Tensor,
+        crossing: Crossing | None = None,
+    ) -> None:
         """See RouterKernel."""
         self(logits, input_ids, num_live)
-        self._route.pack(x, logits, input_ids, num_live, rows)
+        self._route.pack(x, logits, input_ids, num_live, rows, crossing)
 
 
 class RouteHook:
