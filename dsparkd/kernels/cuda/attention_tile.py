@@ -168,15 +168,6 @@ def window_keys(  # type: ignore[no-untyped-def]
     In place of a key that is hidden one is loaded that is not: its share is zero, and it is finite.
     """
     source = tl.load(sources + tl.minimum(tl.maximum(k, hidden), W - 1))
-    return window_keys_at(ring, ring_tails, chunk, source, D, R, B, SCALES, BLOCK_D, OPERAND)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def window_keys_at(  # type: ignore[no-untyped-def]
-    ring, ring_tails, chunk, source, D: tl.constexpr, R: tl.constexpr, B: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_D: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Keys [K, d] OPERAND by source [K]."""
     c = tl.arange(0, BLOCK_D)
     if B > 0:
         old = source >= 0
@@ -196,15 +187,6 @@ def entry_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Keys [K, d] OPERAND of a token's entries k [K], whose slots [count] lie in a row."""
     slot = tl.load(slots + tl.minimum(k, count - 1))
-    return entry_keys_at(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def entry_keys_at(  # type: ignore[no-untyped-def]
-    entries, entry_tails, slot, D: tl.constexpr, R: tl.constexpr, B: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_D: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Keys [K, d] OPERAND by slot [K]."""
     if B > 0:
         return load_keys(entries, entry_tails, slot, D, R, B, SCALES, BLOCK_D, OPERAND)
     else:
