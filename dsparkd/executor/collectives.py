@@ -247,12 +247,15 @@ class SwapExpertExchange:
         if peers is None:
             parts = torch.split(partial, self._counts)
             own, sent = parts[self._dp_rank], parts[1 - self._dp_rank]
-            if self._words is not None and self._way is Way.MANY:
+            if self._words is None or self._way is Way.FAR:
+                peers = torch.empty_like(own)
+                self._swap(sent, peers)
+            elif self._way is Way.MANY:
                 peers = self._words.arrivals(*own.shape)
                 self._words.push(sent, 0)
             else:
                 peers = torch.empty_like(own)
-                (self._swap if self._words is None or self._way is Way.FAR else self._words.swap)(sent, peers)
+                self._words.swap(sent, peers)
         return (own, peers) if self._dp_rank == 0 else (peers, own)
 
     def _choose(self, width: int) -> Way:
